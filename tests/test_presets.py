@@ -213,7 +213,7 @@ def test_schedules_that_fail_leave_the_objective_as_it_was():
         ({"target_active": {"document_flops": -3}}, ValueError, "`target_active` .* > 0, got -3"),
         ({"target_active": {"info_nce": 3}}, ValueError, "`term` .*'info_nce'"),
         ({"target_active": 64}, TypeError, "expected `target_active` as a dict by name, got 64"),
-        ({"weights": {"foo": 1.0}}, ValueError, "expected weights of .*, got one of 'foo'"),
+        ({"weights": {"foo": 1.0}}, ValueError, "`weights` to be one of .*, got 'foo'"),
         ({"weights": {"info_nce": math.nan}}, ValueError, r"weights\['info_nce'\]` to be a finite"),
     ],
 )

@@ -51,20 +51,12 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
       ``loss``. ``train(resume_from_checkpoint=...)`` restores them on every process,
       ``load_best_model_at_end`` the parameters.
     - **Several processes.** The learned parameters start alike on all of them, and their gradients
-      are averaged before every step of the optimiser. (The trainer does so only for its model.)
-    - **The log** has, as means since the last log, the terms of the objective without their weights
-      (``terms/info_nce``; in an evaluation ``eval_terms/info_nce``) and the diagnostics
-      (``document/active_dimensions``); and of every controller ``document_flops/target``,
-      ``active``, ``weight``, ``status`` and ``dead_rows``, in an evaluation
-      ``eval_document_flops/active``.
+      are averaged before every step of the optimiser.
+    - **The log** has the terms without their weights, the diagnostics, and the state of every
+      controller; the page on trainers lists the keys.
     - **The end** prints each controller's target and what became of it. With ``calibrate_on`` the
       encoder is calibrated (``sparse_losses.calibrate``) on four fifths of these texts, and the
-      active dimensions of the last fifth are counted. Save the encoder
-      afterwards: the checkpoints are not calibrated.
-
-    Numbers are logged to the console and ``trainer.state.log_history``. Callbacks that precede this
-    one, such as those of TensorBoard and W&B, do not see them. To log there, add this callback by
-    ``trainer.callback_handler.callbacks.insert(0, TrainingState(...))``.
+      active dimensions of the last fifth are counted. The checkpoints are not calibrated.
 
     Args:
         *schedules_and_controllers: ``TrainingSchedule``, ``SparsityController``, or other objects
@@ -72,14 +64,11 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         loss: the loss module, or a dict of them, whose parameters (a temperature, prototypes) are
             learned but are not part of the trainer's model; they must be in its optimiser. Default:
             no loss.
-        diagnostics: by side, ``"query"`` or ``"document"``; they get the training batches of the
-            objective, and are reset when they are logged.
-        calibrate_on: a sample of the documents that will be indexed, at least five texts; default:
-            no calibration.
+        diagnostics: by side, ``"query"`` or ``"document"``, of the training since the last log.
+        calibrate_on: a sample of the documents that will be indexed, at least five texts.
         calibrate_to: active dimensions per document after calibration; default: the controller's
             ``target_active``. Pruning adds none, so let the controller keep 50% more.
-        encoder: the ``SpladeEncoder`` or ``SparseEncoder`` to calibrate; default: the trainer's
-            model.
+        encoder: the encoder to calibrate; default: the trainer's model.
 
     Raises:
         ValueError: when training starts: for a second ``TrainingState``, learned parameters that
@@ -113,9 +102,10 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.losses: dict[str, nn.Module] = dict(named)
         self.diagnostics = dict(diagnostics or {})
         self.calibrate_on, self.encoder = calibrate_on, encoder
-        targets = {one.term: one.target_active or 0.0 for one in self._controllers()}
-        target: float = targets.get("document_flops", 0.0)
-        self.calibrate_to = target if calibrate_to is None else calibrate_to
+        if calibrate_to is None:
+            targets = {one.term: one.target_active for one in self._controllers()}
+            calibrate_to = targets.get("document_flops")
+        self.calibrate_to = calibrate_to or 0.0
         if calibrate_on is not None:
             check_texts(calibrate_on)
             check_number("calibrate_to", self.calibrate_to, minimum=0.0, exclusive=True)
@@ -289,7 +279,6 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         return {f"{prefix}{name}": total / n for name, (total, n) in named if n}
 
     def _reports(self) -> Iterator[tuple[str, float | str]]:
-        """Return the numbers of diagnostics and controllers."""
         for side, diagnostics in self.diagnostics.items():
             report = diagnostics.all_reduce().report()
             diagnostics.reset()

@@ -101,10 +101,9 @@ def advise(
 ) -> list[Finding]:
     """Return what is wrong with a run and what to change, the most serious finding first.
 
-    With the ``objective``, only settings of the run are named. A weight that a
-    ``SparsityController`` sets is changed by its ``target_active``. Making dense texts sparse is
-    left to the controller, and while it waits, the other side need not be sparse either. Findings
-    that no setting of the run can change are left out.
+    With the ``objective``, only settings of the run are named, and findings that none of them can
+    change are left out. A weight that a ``SparsityController`` sets is changed by its
+    ``target_active``; making dense texts sparse is left to it.
 
     Args:
         report: what ``Diagnostics.report()`` returned; rules are skipped where a number is missing.

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_flag, check_integer
@@ -50,21 +51,18 @@ class Texts(NamedTuple):
 
         Shorter ids and masks are padded with zeros.
         """
-        activations = torch.cat([self.activations, other.activations])
-        logits, ids, mask = None, None, None
-        if self.logits is not None and other.logits is not None:
-            logits = torch.cat([self.logits, other.logits])
-        if self.input_ids is not None and other.input_ids is not None:
-            ids = cat_padded(self.input_ids, other.input_ids)
-        if self.attention_mask is not None and other.attention_mask is not None:
-            mask = cat_padded(self.attention_mask, other.attention_mask)
-        return Texts(activations, ids, mask, logits)
+        activations, *others = [_joined(a, b) for a, b in zip(self, other, strict=True)]
+        assert activations is not None
+        return Texts(activations, *others)
 
 
-def cat_padded(*tensors: Tensor) -> Tensor:
-    """Concatenate the rows; pad those of shorter tensors with zeros on the right."""
-    width = max(x.shape[-1] for x in tensors)
-    return torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in tensors])
+def _joined(one: Tensor | None, two: Tensor | None) -> Tensor | None:
+    if one is None or two is None:
+        return None
+    missing = one.shape[-1] - two.shape[-1]
+    if missing:
+        one, two = nnf.pad(one, (0, max(0, -missing))), nnf.pad(two, (0, max(0, missing)))
+    return torch.cat([one, two])
 
 
 class SpladeBatch(NamedTuple):
@@ -85,8 +83,7 @@ class SpladeBatch(NamedTuple):
             is ``1 + N`` and both fit).
         candidate_mask: ``[B, B]``, with negatives ``[B, B + N]``, bool, int or float 0/1: 0 leaves
             a candidate out of the row in the terms on scores, for example where a row has fewer
-            negatives than others. The vector of a padded negative must be finite, like that of a
-            text of padding alone; the other terms see it as an empty text.
+            negatives than others. The other terms still use its vector, which must be finite.
 
     Examples:
         >>> import torch
@@ -124,8 +121,7 @@ class SpladeBatch(NamedTuple):
             columns: the fields of a batch by name. ``anchor``, ``positive`` and ``negative`` are
                 lists of texts (negatives also one list per row, all of the same length), or dicts
                 of ``input_ids`` and ``attention_mask`` ``[B, S]`` (negatives also ``[B, N, S]``).
-                ``positive_ids``, a mask and scores may be lists. Other fields are passed on
-                unchanged.
+                ``positive_ids``, a mask and scores may be lists.
             tokenizer: the tokenizer of the texts; default: ``encoder.tokenizer``.
             max_length: the largest number of tokens per text; default: ``encoder.max_length``, or
                 the tokenizer's limit.
@@ -209,7 +205,6 @@ def _tokenize(
 
 
 def _as_tensor(name: str, column: Any, device: torch.device) -> Tensor:
-    """Return a column of ids, or of rows of scores, as a tensor."""
     try:
         if name == "positive_ids":
             return torch.as_tensor(column, device=device)
@@ -220,7 +215,6 @@ def _as_tensor(name: str, column: Any, device: torch.device) -> Tensor:
 
 
 def _taught(teacher: Teacher, fields: Mapping[str, Any], score_anchors: bool) -> dict[str, Any]:
-    """Return a teacher's scores of the batch."""
     if present := [name for name in SCORES if fields.get(name) is not None]:
         raise ValueError(f"expected columns without scores beside `teacher`, got {present}")
     anchor = fields["anchor"]

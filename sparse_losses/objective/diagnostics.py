@@ -49,27 +49,16 @@ class Diagnostics:
     r"""Statistics of the activations of one side, accumulated over any number of batches.
 
     The state has a fixed size, a few numbers per token, and ``update`` does not wait for the
-    device. ``report`` returns
+    device. The page Diagnostics has the formulas of all numbers that ``report`` returns, such as
 
-    - ``active_dimensions``: mean number per text, over the texts that have any; ``smallest`` and
-      ``largest`` are the extremes.
-    - ``dead_rows``: share of texts without active dimensions; a text with a NaN does not count.
-    - ``dense_rows``: share of texts with more than a quarter of the vocabulary.
-    - ``mean_activation``: mean of the active entries.
-    - ``flops``: value of ``flops_loss`` over all texts at once, dead ones included.
-    - ``index_flops``: $\sum_j p_j^2$, where $p_j$ is the share of texts in which token $j$ is
-      active: the mean cost of scoring a random pair.
-    - ``longest_list``: the largest share of the texts that activate one token: the longest posting
-      list of an index (``longest_lists`` has more).
-    - ``effective_tokens``: $e^H$, where $H$ is the entropy of the tokens' shares of all activation.
-    - ``never_active``: share of the vocabulary that no text activates.
+    - ``active_dimensions``: mean number per text, over the texts that have any.
+    - ``dead_rows``, ``dense_rows``: shares of texts without active dimensions, and with more than a
+      quarter of the vocabulary; a text with a NaN is neither.
+    - ``longest_list``: the largest share of the texts that activate one token.
     - ``special_share``, ``stopword_share``, ``foreign_share``: shares of the active entries;
       ``..._top``: of each text's ``top_k`` largest. Foreign tokens are neither allowed nor special.
-    - ``semantic_ratio``: mean activation of the active content tokens over that of the active
-      stopwords.
-    - ``input_recall``: share of a text's own tokens (without special ones) that it activates.
-    - ``other_side_recall``: share of its positive's (or its query's) tokens that it activates.
-    - ``false_negative_share``: share of the other rows' positives that are left out of InfoNCE.
+    - ``input_recall``, ``other_side_recall``: shares of the tokens of a text, and of its positive
+      or its query, that it activates, without special ones.
 
     The report leaves out numbers whose inputs are missing.
 
@@ -180,7 +169,6 @@ class Diagnostics:
         others: tuple[Tensor | None, Tensor | None],
         false_negatives: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the sums and extremes of a batch, from activations, ids and masks."""
         is_active = x > 0
         wide = widest_dtype(x.device)
         top = torch.zeros(self.vocab_size, device=x.device, dtype=wide)
@@ -273,7 +261,7 @@ class Diagnostics:
         if rows == 0:
             return Report()
         none = 0.0 if dead == rows else math.nan  # without a live row: all dead, or some NaN
-        share = texts / rows
+        share, entropy = texts / rows, torch.special.entr(summed / summed.sum()).sum().item()
         report = Report(
             texts=rows,
             active_dimensions=active / live if live else none,
@@ -285,7 +273,7 @@ class Diagnostics:
             flops=(summed / rows).square().sum().item(),
             index_flops=share.square().sum().item(),
             longest_list=share.max().item(),
-            effective_tokens=_effective_number(summed),
+            effective_tokens=math.exp(entropy) if summed.any() else 0.0,
             never_active=(texts == 0).double().mean().item(),
         )
         groups = {"special": self._special, "stopword": self._stopword, "foreign": self._foreign}
@@ -332,14 +320,6 @@ class Diagnostics:
 
 def _ratio(part: Tensor, whole: Tensor) -> float:
     return float(part / whole) if whole or part else 0.0  # NaN / 0 is NaN
-
-
-def _effective_number(masses: Tensor) -> float:
-    """Return the exponential of the entropy of the shares; 0 without any mass."""
-    total = masses.sum()
-    if total == 0:
-        return 0.0
-    return math.exp(torch.special.entr(masses / total).sum().item())
 
 
 def _full(ids: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

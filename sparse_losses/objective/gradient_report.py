@@ -26,9 +26,8 @@ class GradientReport(NamedTuple):
     Examples:
         >>> from sparse_losses import GradientReport
         >>> print(GradientReport({"a": 3.0, "b": 1.0}, {("a", "b"): -0.5}))
-                norm  share   cosine with      1
-        1 a         3    75%
-        2 b         1    25%                -0.50
+        a         3    75%
+        b         1    25%  cosine with a -0.50
     """
 
     norms: dict[str, float]
@@ -40,21 +39,13 @@ class GradientReport(NamedTuple):
         return flat | {f"cosine/{a}/{b}": value for (a, b), value in self.cosines.items()}
 
     def __str__(self) -> str:
-        """Return a table of the norm, its share, and the cosines with the terms above."""
-        total = sum(self.norms.values()) or 1.0
-        names = list(self.norms)
-        digits = len(str(len(names)))
-        labels = [f"{number:>{digits}} {name}" for number, name in enumerate(names, start=1)]
-        width = max(map(len, labels), default=0)
-        numbers = "".join(f"{number:>7}" for number in range(1, len(names)))
-        lines = [f"{'':{width}}      norm  share   cosine with{numbers}".rstrip()]
-        for row, (name, label) in enumerate(zip(names, labels, strict=True)):
-            # A cosine of 0 is shown as a dot.
-            cosines = [self.cosines[other, name] for other in names[:row]]
-            cells = "".join(f"{c:>7.2f}" if c else f"{'.':>7}" for c in cosines)
-            share = self.norms[name] / total
-            line = f"{label:{width}}  {self.norms[name]:8.2g}  {share:5.0%}              {cells}"
-            lines.append(line.rstrip())
+        """Return each term's norm, its share, and its cosines, except 0, with the terms above."""
+        total, lines = sum(self.norms.values()) or 1.0, []
+        width = max(map(len, self.norms), default=0)
+        for name, norm in self.norms.items():
+            with_above = [f"{a} {c:.2f}" for (a, b), c in self.cosines.items() if b == name and c]
+            cosines = f"  cosine with {', '.join(with_above)}" if with_above else ""
+            lines.append(f"{name:{width}}  {norm:8.2g}  {norm / total:5.0%}{cosines}")
         return "\n".join(lines)
 
 

@@ -80,9 +80,7 @@ class SpladeObjective(nn.Module):
     hyperparameters (``objective.info_nce.temperature``). Weights may change between steps. A term
     without a weight, or with the weight 0, is not computed, unless its weight is a tensor.
 
-    If InfoNCE and distillation are both active they share one product: the scores ``[B, B + N]``
-    in InfoNCE's similarity. ``context_distillation`` compares the anchors with one another, so that
-    the model learns from the teacher how far texts with the same words differ by context.
+    The losses of teacher scores use InfoNCE's similarity, and share one product with it.
 
     Args:
         weights: $\lambda$ by name.
@@ -100,17 +98,15 @@ class SpladeObjective(nn.Module):
             special tokens.
         positive_activation: by default it ignores special tokens.
         language_penalty: has no default, because it needs your allowed tokens.
-        special_token_ids: tokens that do not count as a text's own; the defaults above ignore them,
-            so that no term raises what another lowers.
+        special_token_ids: tokens that do not count as a text's own; the defaults above ignore them.
         stopword_ids: tokens that are hidden from InfoNCE and FLOPS. (Training collapses if they are
             hidden from the activation losses too.)
         score_scale: factor on the student's scores in distillation and RankNet, > 0. Cosines differ
             too little for a softmax; 1 over InfoNCE's temperature gives the losses the same scale.
         teacher_scale: factor on the teacher's scores; default: ``score_scale``. Use 1 for logits.
-        gather: whether all losses use the texts of all ranks. The values are then those of one
-            process with all texts, and so are the gradients after DistributedDataParallel's
-            averaging. Teacher scores are of all ranks' candidates, ``[B, W B + W N]``, or of this
-            rank's alone, ``[B, B + N]``, which leaves the others out.
+        gather: whether all losses use the texts of all ranks. Teacher scores are then of all ranks'
+            candidates, ``[B, W B + W N]``, or of this rank's alone, ``[B, B + N]``, which leaves
+            the others out.
         impl: ``"auto"`` uses the ``impl`` of each loss, ``"definition"`` computes every loss by its
             formula, operation by operation.
 
@@ -248,10 +244,9 @@ class SpladeObjective(nn.Module):
     def false_negatives(self, batch: SpladeBatch) -> Tensor:
         """Return the share of the negatives in the batch that InfoNCE leaves out by their score.
 
-        They are the other rows' positives; ``false_negative_margin`` and ``false_negative_ratio``
-        of ``info_nce`` decide. The scores are computed for this share alone: call it every few
-        steps, and log the share or pass it to ``Diagnostics.update``. It is 0-d, of this rank's
-        rows, and without a device wait.
+        They are the other rows' positives. The scores are computed for this share alone: call it
+        every few steps, and log the share or pass it to ``Diagnostics.update``. It is 0-d, of this
+        rank's rows, and without a device wait.
         """
         check_texts(batch)
         check_batch(batch)
@@ -399,7 +394,6 @@ class SpladeObjective(nn.Module):
         return info_nce_of_shared_scores(scores / loss.temperature, batch.positive_ids, **options)
 
     def _triplet_margin(self, batch: SpladeBatch, negative: Texts) -> Tensor:
-        """Compute the triplet loss of the anchor's own negatives, those that are there."""
         anchor, positive, vectors = (
             x.activations for x in (batch.anchor, batch.positive, negative)
         )
@@ -450,7 +444,6 @@ class SpladeObjective(nn.Module):
     def _margin_mse(
         self, scores: Tensor, batch: SpladeBatch, teacher: Tensor, ranks: int
     ) -> Tensor:
-        """Compute MarginMSE of every positive with its anchor's own negatives."""
         own = own_candidates(scores, batch.negative, ranks)
         scored = scored_candidates(scores, batch, teacher.shape, ranks)
         if scored == "positives":
@@ -506,7 +499,6 @@ class SpladeObjective(nn.Module):
         return Texts(texts.activations.index_fill(-1, self.stopword_ids, 0.0), *texts[1:])
 
     def _call(self, loss: nn.Module, *tensors: Tensor | None, **options: Any) -> Tensor:
-        """Call a loss with the objective's ``gather`` and ``impl``."""
         if self.gather:
             options["gather"] = True
         if self.impl == "definition" and hasattr(loss, "impl"):
@@ -538,7 +530,6 @@ def _counts(weight: float | Tensor) -> bool:
 
 
 def _tensors(batch: SpladeBatch) -> dict[str, Tensor]:
-    """Return the tensors of a batch and of its texts, by their names."""
     named: dict[str, Any] = {}
     for name in SpladeBatch._fields:
         value = getattr(batch, name, None)

@@ -85,8 +85,6 @@ class Curriculum:
         if not phases:
             raise ValueError("expected at least one phase, got none")
         for phase in phases:
-            if not isinstance(phase, Phase):
-                raise TypeError(f"expected `phases` to be Phase objects, got {phase!r}")
             if phase.first != expected:
                 raise ValueError(
                     f"expected a phase that begins with {self.unit} {expected}, got {phase.first}"
@@ -103,8 +101,7 @@ class Curriculum:
 class Warmup:
     r"""A factor that rises from 0 to 1: $\min(1, n / N)$, or its square.
 
-    Here $n$ is the number of optimiser steps taken and $N$ is ``steps``. The quadratic form is
-    usual for FLOPS: a retriever learns to rank before it learns to be sparse.
+    Here $n$ is the number of optimiser steps taken and $N$ is ``steps``.
 
     Examples:
         >>> from sparse_losses import Warmup
@@ -130,10 +127,8 @@ class TrainingSchedule:
 
     A weight is that of the phase, or the objective's if the phase has none, times its warm-up.
     A term that the objective lacks, or has with a weight of 0, stays off in every phase: to start
-    a term later, set it to 0 in the early phases. The weights depend on the number of steps only,
-    so a resumed run has the same weights, bit for bit. The schedule writes to
-    ``objective.weights``, so gradients and reports use the new values. At the start of a phase, its
-    temperature is copied into a temperature that is a tensor or ``nn.Parameter``.
+    a term later, set it to 0 in the early phases. At the start of a phase, its temperature is
+    copied into a temperature that is a tensor or ``nn.Parameter``.
 
     Args:
         objective: the objective whose weights are set; ``objective.scheduled`` names them. No

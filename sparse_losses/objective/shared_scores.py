@@ -81,13 +81,6 @@ def of_this_rank(mask: Tensor, batch: SpladeBatch) -> Tensor:
     return torch.cat([positives[:, rank() * size :][:, :size], others], dim=1)
 
 
-COLUMNS = {
-    "all": "every anchor with all positives and negatives",
-    "positives": "with the positives alone",
-    "own": "with its own positive and negatives",
-}
-
-
 def candidates(scores: Tensor, batch: SpladeBatch, shape: torch.Size, ranks: int) -> Tensor:
     """Select the student's scores of the candidates that the teacher scored."""
     scored = scored_candidates(scores, batch, shape, ranks)
@@ -114,7 +107,7 @@ def scored_candidates(scores: Tensor, batch: SpladeBatch, shape: torch.Size, ran
             f"`teacher_scores` {list(shape)} fit the batch's positives and each anchor's own"
         )
     if not fitting:
-        expected = " or ".join(f"{list(x)} ({COLUMNS[name]})" for name, x in shapes.items())
+        expected = " or ".join(f"{list(x)} ({name})" for name, x in shapes.items())
         expected = expected or "[B, 1 + N] with own negatives"
         raise ValueError(f"expected `batch.teacher_scores` of shape {expected}, got {list(shape)}")
     return fitting[0]

@@ -19,10 +19,8 @@ class BM25Teacher(nn.Module):
 
     $$s_{qd} = \mathrm{BM25}(q, d)$$
 
-    ``bm25_scores`` computes it from the token ids of a batch. Pass it as ``teacher`` to
-    ``SpladeBatch.from_columns`` or ``SentenceTransformersLoss``; or call it and pass the result as
-    ``SpladeBatch(teacher_scores=...)``.
-
+    ``bm25_scores`` computes it. Pass it as ``teacher`` to ``SpladeBatch.from_columns`` or
+    ``SentenceTransformersLoss``, or its result as ``SpladeBatch(teacher_scores=...)``.
     The mean length of a document excludes the special tokens, each counted once per document.
 
     Args:

@@ -1,6 +1,5 @@
 """The terms of an objective: their names, their losses, and what each needs of a batch."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -34,8 +33,6 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "query_positive_activation": ("positive.input_ids", "positive.attention_mask"),
     "document_positive_activation": ("anchor.input_ids", "anchor.attention_mask"),
 }
-# Losses of labelled features, which a batch of texts does not have.
-NO_TERMS = ("n_pair", "nws", "pairwise_contrastive")
 
 # Where what is missing can come from, for the message of an error.
 SOURCES = {
@@ -49,12 +46,7 @@ SOURCES = {
 def check_weights(weights: Mapping[str, float | Tensor]) -> None:
     """Raise for a name that is no term, or a weight that is no number."""
     for name, weight in weights.items():
-        if name not in NEEDS:
-            near = difflib.get_close_matches(name, NEEDS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            if name in NO_TERMS:
-                hint = f": add {name}_loss to the objective's total yourself"
-            raise ValueError(f"expected weights of {', '.join(NEEDS)}, got one of {name!r}{hint}")
+        check_choice("weights", name, list(NEEDS))
         if not isinstance(weight, Tensor):
             check_number(f"weights[{name!r}]", weight)
         elif weight.ndim:
@@ -65,10 +57,7 @@ def check_weights(weights: Mapping[str, float | Tensor]) -> None:
 
 
 def check_loss(name: str, loss: object, classes: Sequence[type[nn.Module]]) -> None:
-    """Raise for a loss of another class, or one that returns rows.
-
-    Your own modules are accepted, and ``None``.
-    """
+    """Raise for a loss of another class, or one that returns rows; a user's modules may pass."""
     classes = tuple(classes)
     is_another = isinstance(loss, LossModule) and not isinstance(loss, classes)
     if loss is not None and (is_another or not isinstance(loss, nn.Module)):

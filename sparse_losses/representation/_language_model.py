@@ -14,19 +14,12 @@ PROBE = (-1e5, -100.0, -1.0, -1e-3, 1e-3, 1.0, 100.0, 1e5)
 
 
 class Projection(NamedTuple):
-    r"""What a language model computes from its hidden states: ``cap(logit_scale * linear(...))``.
-
-    Attributes:
-        transform: the layers before the vocabulary projection, or ``None``.
-        linear: the vocabulary projection, an ``nn.Linear`` or PEFT's LoRA layer around it.
-        logit_scale: the factor on its output.
-        softcap: $c$, where the logits are $c \tanh(z / c)$, or ``None``.
-    """
+    """The logits of a language model: ``cap(logit_scale * linear(transform(hidden)))``."""
 
     transform: nn.Module | None
-    linear: Any
+    linear: Any  # an `nn.Linear`, or PEFT's LoRA layer around it
     logit_scale: float
-    softcap: float | None
+    softcap: float | None  # c, where the logits are c tanh(z / c)
 
 
 def unwrapped(model: Any) -> Any:
@@ -105,8 +98,7 @@ def head_of(model: Any) -> Projection:
             output = nnf.linear(transformed, adapted_weight(linear), linear.bias)
     except Exception as error:  # a layer does more with the projection than call it
         raise _unknown(model, f"without its output embeddings it fails ({error})") from error
-    rounding = 1e-4 if output.dtype in (torch.float32, torch.float64) else 3e-2
-    if not _agree(output, outputs[-1], rounding):
+    if not _agree(output, outputs[-1]):
         raise _unknown(model, "its output embeddings give no product with the states before them")
     scale, softcap = _after_projection(logits)
     if scale is None:
@@ -127,7 +119,8 @@ def check_bidirectional(model: Any) -> None:
         )
 
 
-def _agree(actual: Tensor, expected: Tensor, rounding: float) -> bool:
+def _agree(actual: Tensor, expected: Tensor) -> bool:
+    rounding = 1e-4 if actual.element_size() > 2 else 3e-2
     size = expected.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
     return actual.shape == expected.shape and torch.allclose(
         actual.to(expected.dtype), expected, rtol=0.0, atol=rounding * size, equal_nan=True
@@ -148,10 +141,6 @@ def _after_projection(logits: Tensor) -> tuple[float | None, float | None]:
     if scale <= 0 or not relative or not torch.equal(logits[0], every):
         return None, None
     return float(f"{scale:.6g}"), None if softcap is None else float(f"{softcap:.6g}")
-
-
-# ------------------------------------------------------------------------------------------------
-# PEFT's layers
 
 
 def _active(layer: Any) -> Any:

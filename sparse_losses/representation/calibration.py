@@ -1,7 +1,6 @@
 """The threshold at which texts keep a given number of dimensions."""
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -17,8 +16,6 @@ from sparse_losses.representation.head import SpladeHead
 
 if TYPE_CHECKING:
     from sparse_losses.representation.encoder import SpladeEncoder
-
-LARGEST = math.log(sys.float_info.max)  # of an activation: the logarithm of the largest number
 
 
 def calibrate_threshold(
@@ -39,8 +36,8 @@ def calibrate_threshold(
         all are kept. Equal entries are kept or dropped together, whichever is nearer the target.
 
     Raises:
-        ValueError: if fewer entries are active (no threshold adds any), or if an activation is not
-            finite or is above 709.78, the logarithm of the largest float.
+        ValueError: if fewer entries are active (no threshold adds any), or if an activation is that
+            of no finite logit: NaN, infinite or above 709.78, the logarithm of the largest float.
         TypeError: if ``activations`` is not a dense tensor.
 
     Examples:
@@ -61,15 +58,12 @@ def calibrate_threshold(
         activation=activation,
     )
     rows = full(activations.detach()).flatten(0, -2)
-    largest = math.log1p(LARGEST) if activation == "log1p_relu" else LARGEST
-    wrong = rows[~(rows.isfinite() & (rows <= largest))]
-    if len(wrong):
+    positive = _inverted(rows[~(rows <= 0)], activation)  # a NaN too
+    if not positive.isfinite().all():
         raise ValueError(
-            "expected `activations` to be log(1 + z) of finite logits z, so at most "
-            f"{largest:.2f}, got {wrong[0].item():g}"
+            f"expected `activations` to be those of finite logits, got {rows.max().item():g}"
         )
-    positive = _inverted(rows[rows > 0], activation)
-    return _threshold([positive], len(rows), target_active)[0]
+    return _threshold([positive], len(rows), target_active)
 
 
 def calibrate(
@@ -81,10 +75,9 @@ def calibrate(
 ) -> float:
     """Make a model's vectors keep ``target_active`` dimensions each, on average.
 
-    A ``SpladeEncoder`` calls its own ``calibrate`` for documents, which explains both methods. A
-    ``SpladeHead`` gets a ``threshold``. A ``SparseEncoder`` of sentence-transformers, with or
-    without ``use_splade_head``, gets a shifted bias, which its folder saves; ``"prune"`` needs
-    ``use_splade_head`` and sets a threshold for documents and queries that is not saved.
+    ``SpladeEncoder.calibrate`` explains both methods. ``"shift"`` changes the bias of a
+    ``SparseEncoder``, which its folder saves; ``"prune"`` needs ``use_splade_head`` and sets a
+    threshold for documents and queries that is not saved.
 
     Args:
         model: a ``SpladeEncoder``, a ``SpladeHead``, or a ``SparseEncoder`` of a fill-mask
@@ -100,8 +93,8 @@ def calibrate(
 
     Raises:
         TypeError: for another model, or data of another kind.
-        ValueError: if fewer dimensions are active, for a method that the model does not have, or if
-            ``"shift"`` finds no bias and the model's config has no ``decoder_bias`` to add one.
+        ValueError: if fewer dimensions are active, for a method that the model does not have, or
+            without a bias to shift or a config's ``decoder_bias`` to add one.
 
     Examples:
         >>> import torch
@@ -112,8 +105,6 @@ def calibrate(
         2.5
         >>> (head(hidden) > 0).tolist()
         [[True, True, False, False]]
-
-        ``sparse_losses.calibrate(sparse_encoder, documents[:1000], target_active=64)``
     """
     check_choice("method", method, (None, "prune", "shift"))
     if isinstance(model, SpladeHead):
@@ -135,7 +126,7 @@ def _prune_head(head: SpladeHead, data: Any, target_active: float) -> float:
             logits = full(logits)
             rows += len(logits)
             positive.append(logits[logits > 0])
-    t, _ = _threshold(positive, rows, target_active)
+    t = _threshold(positive, rows, target_active)
     if isinstance(head.threshold, Tensor):  # a buffer, which cannot become a number
         del head.threshold
     head.threshold = t
@@ -174,7 +165,7 @@ def _calibrate_sparse_encoder(
         logits = _inverted(vectors.values(), pooling.activation_function)
         if method == "shift":
             logits = _before_scale_and_cap(logits, head)
-        t, _ = _threshold([logits], len(texts), target_active)
+        t = _threshold([logits], len(texts), target_active)
     finally:
         head.threshold = held
     if method == "prune":
@@ -192,14 +183,11 @@ def calibrate_encoder(
     target_active: float,
     method: str,
     batch_size: int,
-) -> tuple[float, float]:
-    """Return the threshold and the mean number of dimensions that are kept.
-
-    With ``"shift"`` the threshold has been subtracted from the bias.
-    """
+) -> float:
+    """Return the threshold; with ``"shift"`` it has been subtracted from the bias."""
     logits_of = _shifted_logits if method == "shift" else _pruned_logits
     with torch.no_grad(), evaluating(encoder):
-        t, active = _threshold(
+        t = _threshold(
             (
                 logits_of(encoder, **encoder.tokenize([texts[i] for i in numbers]))
                 for numbers in batches(texts, batch_size)
@@ -212,7 +200,7 @@ def calibrate_encoder(
         _reshard(encoder)
         with torch.no_grad():
             _bias(encoder).sub_(t)
-    return t, active
+    return t
 
 
 def _reshard(model: nn.Module) -> None:
@@ -223,7 +211,6 @@ def _reshard(model: nn.Module) -> None:
 
 
 def _pruned_logits(encoder: "SpladeEncoder", **batch: Tensor) -> Tensor:
-    """Return the pooled logits of active dimensions, after the gate."""
     _, logits = encoder(**batch, return_logits=True, apply_idf=False)
     return _counted(encoder, full(logits), 0.0)
 
@@ -261,13 +248,11 @@ def _before_scale_and_cap(logits: Tensor, head: SpladeHead) -> Tensor:
 
 
 def _inverted(activations: Tensor, activation: str) -> Tensor:
-    """Return the pooled logits that gave positive activations."""
     logits = activations.double().expm1()
     return logits.expm1() if activation == "log1p_relu" else logits
 
 
 def _bias(encoder: "SpladeEncoder") -> Tensor:
-    """Return the bias of all logits; if there is none, add it to the model and its config."""
     if not encoder.expansion:
         *_, last = encoder.importance.modules()  # it may be this one layer
         assert isinstance(last, nn.Linear)
@@ -277,6 +262,7 @@ def _bias(encoder: "SpladeEncoder") -> Tensor:
 
 
 def _bias_of(model: Any) -> Tensor:
+    """Return the bias of the projection; if there is none, add it to the model and its config."""
     projection = projection_of(model)
     if projection.bias is None:
         if not hasattr(model.config, "decoder_bias"):
@@ -292,10 +278,9 @@ def _bias_of(model: Any) -> Tensor:
 
 def _threshold(
     batches_of_logits: Iterable[Tensor], texts: int, target_active: float, *, signed: bool = False
-) -> tuple[float, float]:
-    """Return a number that ``target_active`` logits a text are above, and how many are above it.
+) -> float:
+    """Return a number in a gap that ``target_active`` logits a text are above.
 
-    The number is in the middle of a gap.
     Equal logits are kept or dropped together, whichever is nearer the target; at least one is kept.
     If all are kept it is 0, or for ``signed`` logits a number below them.
     """
@@ -308,12 +293,12 @@ def _threshold(
         )
     # Enough logits to find the gap below the threshold even if equal texts have equal entries.
     largest, total, held = torch.empty(0, dtype=torch.float64), 0, 2 * kept + texts
-    below: list[float] = []  # of what is not held, and not equal to the last of it
+    below = -math.inf  # the largest that is not held, and not equal to the last that is
     for logits in batches_of_logits:
         total += len(logits)
         seen = torch.cat([largest, logits.double().cpu()]).sort(descending=True).values
         largest, rest = seen[:held], seen[held:]
-        below = [max([*below, *rest[rest < largest[-1:]][:1].tolist()], default=-math.inf)]
+        below = max([below, *rest[rest < largest[-1:]][:1].tolist()])
     if kept > total:
         raise ValueError(
             f"expected `target_active` of at most {total / texts:.4g}, the mean that "
@@ -322,10 +307,8 @@ def _threshold(
     edge = largest[kept - 1]
     more, fewer = int((largest >= edge).sum()), int((largest > edge).sum())
     kept = more if more - kept <= kept - fewer or fewer == 0 else fewer
-    if kept == len(largest) and below > [-math.inf]:
-        t = largest[-1].item() / 2 + below[0] / 2
-    elif kept == len(largest):
-        t = largest[-1].item() - 1.0 if signed else 0.0
-    else:
-        t = largest[kept - 1].item() / 2 + largest[kept].item() / 2  # the sum could overflow
-    return t, kept / texts
+    if kept < len(largest):
+        below = largest[kept].item()
+    if below > -math.inf:
+        return largest[kept - 1].item() / 2 + below / 2  # the sum could overflow
+    return largest[-1].item() - 1.0 if signed else 0.0

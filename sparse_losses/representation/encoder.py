@@ -70,9 +70,8 @@ class SpladeEncoder(nn.Module):
     tokens and all others are 0.
 
     Args:
-        model: A masked or causal language model of ``transformers``, on any device, in any
-            precision, or a ``PeftModel`` around it. With ``expansion=False`` only its encoder is
-            kept. The attention of a causal one is set by ``bidirectional``.
+        model: A masked or causal language model of ``transformers``, or a ``PeftModel`` around it.
+            With ``expansion=False`` only its encoder is kept.
         tokenizer: Its tokenizer. Without a padding token, it pads with its end-of-text token.
         expansion: Whether a text may have weight at tokens that are not in it.
         gate: A ``ContextGate``, or ``True`` for a new one.
@@ -89,8 +88,7 @@ class SpladeEncoder(nn.Module):
         bidirectional: Whether each position of a causal language model attends to later ones.
         prune_ratio: The default ``prune_ratio`` of ``encode``.
         max_active_dims: The default ``max_active_dims`` of ``encode``.
-        document_threshold: The threshold that ``calibrate`` finds: a dimension of a document is 0
-            unless its pooled logit (after the gate) is above it.
+        document_threshold: A dimension of a document is 0 unless its pooled logit is above it.
         query_threshold: The same for queries.
 
     Create the encoder after ``resize_token_embeddings``, which replaces the matrix.
@@ -117,8 +115,7 @@ class SpladeEncoder(nn.Module):
 
     References:
         SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval. The network of
-        ``expansion=False`` and the idf weights are those of the notes of a Korean neural sparse
-        retriever.
+        ``expansion=False`` and the idf weights: the notes of a Korean neural sparse retriever.
     """
 
     idf_weights: Tensor | None
@@ -187,7 +184,6 @@ class SpladeEncoder(nn.Module):
             idf_weights = _checked_idf_weights(idf_weights, self.vocab_size).to(like.device)
         self.register_buffer("idf_weights", idf_weights)
         self.max_length = _max_length(max_length, inner, tokenizer)
-        self._calibrated: dict[str, dict[str, float]] = {}  # for the model card
         special = torch.tensor(tokenizer.all_special_ids, dtype=torch.int64, device=like.device)
         self.register_buffer("_special_ids", special, persistent=False)
 
@@ -219,10 +215,9 @@ class SpladeEncoder(nn.Module):
                 after a prompt; without it all, or with ``pool_special_tokens=False`` all but
                 special tokens.
             return_logits: Also return the signed pooled logits ``[B, V]`` after the gate and before
-                threshold and idf weights, for losses that must reach inactive tokens. (Without
-                expansion they are 0, without a gradient, at tokens that are not in the text.)
-            apply_idf: Whether to multiply with the idf weights in this call; ``None``: if the
-                encoder has idf weights.
+                threshold and idf weights. (Without expansion they are 0, without a gradient, at
+                tokens that are not in the text.)
+            apply_idf: Whether to multiply with the idf weights; ``None``: if there are any.
             side: ``"document"`` or ``"query"``: prune by that side's threshold.
             **inputs: Other inputs of the model, such as ``token_type_ids``.
 
@@ -273,7 +268,6 @@ class SpladeEncoder(nn.Module):
         return pooled
 
     def _hidden(self, input_ids: Tensor, attention_mask: Tensor, **inputs: Any) -> Tensor:
-        """Return the hidden states ``[B, S, H]``."""
         model = self.model
         if self.expansion:
             linear, model = projection_of(model), unwrapped(model).base_model
@@ -329,8 +323,6 @@ class SpladeEncoder(nn.Module):
     ) -> Any:
         """Return the vectors of texts, in their order, on the CPU, in evaluation mode.
 
-        The whole encoder is in evaluation mode meanwhile: do not train it in another thread.
-
         Args:
             texts: Strings. Longer ones are cut at ``max_length`` tokens.
             side: ``"document"`` or ``"query"``: whose threshold prunes them.
@@ -338,9 +330,8 @@ class SpladeEncoder(nn.Module):
                 ``"tokens"``: a list of dicts of positive weights by token, the largest first.
             batch_size: Texts per batch; texts of similar length share a batch.
             prune_ratio: The share of a text's largest weight, in [0, 1), below which weights are
-                dropped. ``None``: the encoder's ``prune_ratio``.
-            max_active_dims: The largest number of weights to keep per text. ``None``: the
-                encoder's ``max_active_dims``.
+                dropped. ``None``: the encoder's, as for ``max_active_dims``.
+            max_active_dims: The largest number of weights to keep per text.
             show_progress: Whether to show a progress bar; ``None``: in a terminal.
 
         Raises:
@@ -416,10 +407,8 @@ class SpladeEncoder(nn.Module):
 
         $$w_s = \max_j u_j \log\bigl(1 + \mathrm{ReLU}(g_j \, \ell_{sj})\bigr)$$
 
-        The largest $w_s$ is the largest weight of the text's vector. With ``expansion=False`` a
-        position activates its own token only, and special tokens have a weight of 0.
-
-        Arguments and errors are those of ``encode``.
+        With ``expansion=False`` a position activates its own token only, and special tokens have a
+        weight of 0. Arguments and errors are those of ``encode``.
 
         Returns:
             For each text its tokens in order, with special tokens but without padding, each with
@@ -469,18 +458,14 @@ class SpladeEncoder(nn.Module):
         """Make texts keep ``target_active`` dimensions each, on average.
 
         ``"prune"`` sets the ``side``'s threshold: ``encode_document`` (or ``encode_query``) drops
-        the dimensions whose pooled logit is not above it. The other weights stay. The threshold is
-        saved with the encoder; other readers of the folder do not prune. ``"shift"`` subtracts it
-        from the bias of the vocabulary projection (of the importance layer with
-        ``expansion=False``), which also serves those who read only the model. This lowers the
-        weights that stay, too, on both sides, and it can add dimensions. With a bias in half
-        precision, which takes few values, it may miss the target by a few percent.
-
-        Dimensions with an idf weight of 0 are not counted.
+        the dimensions whose pooled logit is not above it. ``"shift"`` subtracts it from the bias of
+        the vocabulary projection (of the importance layer with ``expansion=False``), which lowers
+        all weights of both sides, and can add dimensions. A bias in half precision takes few
+        values, so it may miss the target by a few percent. Dimensions with an idf weight of 0 are
+        not counted.
 
         Args:
-            texts: A sample of the texts to be encoded; those of the training have more active
-                dimensions.
+            texts: A sample of the texts to be encoded, which were not trained on.
             target_active: Active dimensions per text, on average, > 0.
             side: ``"document"`` or ``"query"``: whose vectors are pruned.
             method: ``"prune"`` or ``"shift"``.
@@ -492,22 +477,14 @@ class SpladeEncoder(nn.Module):
 
         Raises:
             TypeError: for anything but a sequence of strings.
-            ValueError: if fewer dimensions are active (with ``"shift"``: can be), if a logit is not
-                a number, or if ``"shift"`` finds no bias and the model's config has no
-                ``decoder_bias`` to add one. Nothing has changed then.
-
-        Examples:
-            ``encoder.calibrate(documents[:1000], target_active=64)``
+            ValueError: if fewer dimensions are active (with ``"shift"``: can be), a logit is NaN,
+                or there is neither a bias to shift nor a config's ``decoder_bias`` to add one.
         """
         check_choice("side", side, SIDES)
         check_choice("method", method, ("prune", "shift"))
-        t, active = calibrate_encoder(self, texts, target_active, method, batch_size)
-        if method == "shift":
-            self._calibrated = {}  # the weights of both sides have changed
-        else:
+        t = calibrate_encoder(self, texts, target_active, method, batch_size)
+        if method == "prune":
             setattr(self, f"{side}_threshold", t)
-            said = {"target": float(target_active), "active": active, "texts": len(texts)}
-            self._calibrated[side] = said | {"threshold": t}
         return t
 
     def extra_repr(self) -> str:
@@ -526,9 +503,7 @@ class SpladeEncoder(nn.Module):
         max_length: int | None = None,
         **options: Any,
     ) -> "SpladeEncoder":
-        """Load an encoder that ``save_pretrained`` wrote, or any language model.
-
-        The encoder is in evaluation mode, as in ``transformers``: call ``train()`` to train it.
+        """Load an encoder, in evaluation mode, that ``save_pretrained`` wrote, or a language model.
 
         Args:
             name_or_path: A folder, or a name on the Hugging Face Hub.
@@ -544,17 +519,14 @@ class SpladeEncoder(nn.Module):
             ValueError: if sentence-transformers saved it with modules that compute something else.
 
         Warns:
-            UserWarning: if the checkpoint lacks weights, such as those of the layers before the
-                logits: they are random then.
+            UserWarning: if the checkpoint lacks weights: they are random then.
         """
-        given: dict[str, Any] = {
-            name: options.pop(name, None) for name in (*SETTINGS, "importance")
-        }
-        given |= {"expansion": expansion, "max_length": max_length}
+        options |= {"expansion": expansion, "max_length": max_length}
+        own = {name: options.pop(name, None) for name in (*SETTINGS, "importance", "max_length")}
         folder = Folder(name_or_path, **options)
         saved, tensors = folder.read()
-        given = {name: saved.get(name) if x is None else x for name, x in given.items()}
-        settings = {name: x for name, x in given.items() if x is not None}
+        own = {name: saved.get(name) if x is None else x for name, x in own.items()}
+        settings: dict[str, Any] = {name: x for name, x in own.items() if x is not None}
         has_logits = bool(settings.get("expansion", True))
         model, tokenizer = folder.read_model(has_logits=has_logits, **options)
         with named_damage(folder.name):
@@ -563,36 +535,24 @@ class SpladeEncoder(nn.Module):
                 config = unwrapped(model).config.get_text_config()
                 gate = ContextGate(config.hidden_size, config.vocab_size, **saved["gate"])
                 gate.load_state_dict(_part(tensors, "gate"))
-        if idf_weights is None:
-            idf_weights = tensors.get("idf_weights")
-        encoder = cls(
-            model,
-            tokenizer,
-            gate=gate,
-            idf_weights=None if idf_weights is False else idf_weights,
-            **settings,
-        )
+        if idf_weights is not False:
+            weights = tensors.get("idf_weights") if idf_weights is None else idf_weights
+            settings["idf_weights"] = weights
+        encoder = cls(model, tokenizer, gate=gate, **settings)
         with named_damage(folder.name):
             if not encoder.expansion and (
                 part := _part(tensors, "importance") or folder.read_linear(encoder.importance)
             ):
                 encoder.importance.load_state_dict(part)
-        encoder._calibrated = saved.get("calibrated", {})
         return encoder.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write everything ``from_pretrained`` reads, as safetensors and JSON.
 
-        The folder is one of ``transformers`` with more files in it: ``AutoModelForMaskedLM`` or
-        ``AutoModelForCausalLM`` loads it. So does the ``SparseEncoder`` of sentence-transformers
-        for a masked language model, and gives the same vectors (but has no gate, does not prune by
-        thresholds, and needs this package installed for idf weights); what its modules cannot
-        compute it refuses. Of a ``PeftModel`` the adapters are saved as PEFT does, with the path
-        or name of the base model. All files are written into a temporary folder first, so that a
-        full disk leaves the old ones unchanged.
-
-        README.md is a model card for the Hugging Face Hub. Without its last line it is yours: a
-        file that does not have this line stays.
+        ``transformers`` and sentence-transformers load the folder, too. Of a ``PeftModel`` the
+        adapters are saved as PEFT does, with the path or name of the base model. All files are
+        written into a temporary folder first, so that a full disk leaves the old ones unchanged.
+        README.md is a model card; one without its last line is yours, and stays.
 
         Args:
             folder: Made if it does not exist; files of other names stay.
@@ -610,7 +570,6 @@ class SpladeEncoder(nn.Module):
             "max_length": self.max_length,
             "idf_weights": self.idf_weights is not None,
             "gate": None if self.gate is None else self.gate.settings,
-            "calibrated": self._calibrated,
         }
         if not self.expansion:
             settings["importance"] = "linear" if isinstance(self.importance, nn.Linear) else "mlp"
@@ -623,7 +582,6 @@ class SpladeEncoder(nn.Module):
 
 
 def _check_settings(settings: dict[str, Any]) -> None:
-    """Raise unless the settings have their types and are within their bounds."""
     settings = {"importance": "mlp", "max_length": None, **SETTINGS, **settings}
     expansion, max_length = settings["expansion"], settings["max_length"]
     flags = ("expansion", "pool_special_tokens", "bidirectional")
@@ -645,7 +603,6 @@ def _check_settings(settings: dict[str, Any]) -> None:
 
 
 def _importance(kind: str, hidden_size: int) -> nn.Module:
-    """Return a network from a hidden state to the logit of the token at its position."""
     last = nn.Linear(hidden_size, 1)
     # All tokens start active: behind the activation's ReLU an inactive one has no gradient.
     nn.init.ones_(last.bias)
@@ -677,7 +634,6 @@ def _max_length(max_length: int | None, model: Any, tokenizer: Any) -> int:
 
 
 def _gate(gate: object, hidden_size: int, vocab_size: int) -> ContextGate | None:
-    """Return the gate of an encoder, new for ``True``."""
     if gate is None or gate is False:
         return None
     if gate is True:
@@ -692,7 +648,6 @@ def _gate(gate: object, hidden_size: int, vocab_size: int) -> ContextGate | None
 
 
 def _checked_idf_weights(idf_weights: Tensor, vocab_size: int) -> Tensor:
-    """Return a copy in fp32."""
     check_shapes(idf_weights=(idf_weights, "V"))
     copied = idf_weights.detach().clone(memory_format=torch.contiguous_format).float()
     if len(copied) != vocab_size or not (copied.isfinite() & (copied >= 0)).all():
@@ -701,6 +656,5 @@ def _checked_idf_weights(idf_weights: Tensor, vocab_size: int) -> Tensor:
 
 
 def _part(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the tensors of a module."""
     start = f"{name}."
     return {key.removeprefix(start): x for key, x in tensors.items() if key.startswith(start)}

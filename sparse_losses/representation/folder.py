@@ -40,9 +40,8 @@ OWN = "<!-- save_pretrained writes this file: remove this line to keep your chan
 class IdfWeights(nn.Module):
     """A module of a ``SparseEncoder`` that multiplies the vectors with one weight per token.
 
-    ``SpladeEncoder.save_pretrained`` writes it as the last module if there are idf weights. Load
-    the folder with ``SparseEncoder(folder, trust_remote_code=True)``: sentence-transformers
-    requires this for modules of other packages.
+    Load it with ``SparseEncoder(folder, trust_remote_code=True)``, which sentence-transformers
+    requires for modules of other packages.
 
     Args:
         vocab_size: size of the vocabulary, V.
@@ -83,8 +82,7 @@ class IdfWeights(nn.Module):
 
     def save(self, output_path: str | os.PathLike[str], *args: Any, **options: Any) -> None:
         """Write ``config.json`` and the weights."""
-        with from_extra("transformers"):
-            from safetensors.torch import save_file
+        from safetensors.torch import save_file
 
         folder = Path(output_path)
         _write_json(folder / "config.json", self.get_config_dict())
@@ -101,11 +99,7 @@ class IdfWeights(nn.Module):
 
 
 class UnsupportedEncoder(nn.Module):
-    """The module entry of a saved ``SpladeEncoder`` of another kind; loading it is an error.
-
-    sentence-transformers has no modules for an encoder without expansion, for decoder models, and
-    for other pooled positions or logits.
-    """
+    """The module entry of a saved encoder that sentence-transformers has no modules for."""
 
     @classmethod
     def load(cls, model_name_or_path: str, **options: Any) -> NoReturn:
@@ -284,7 +278,6 @@ class Folder:
 
 
 def _auto_class(name: str, options: dict[str, Any]) -> Any:
-    """Return the class of ``transformers`` that loads a model with its logits."""
     from transformers import (
         MODEL_FOR_MASKED_LM_MAPPING,
         AutoConfig,
@@ -311,8 +304,7 @@ def write_folder(
 
     A process killed while files are replaced leaves a folder that is incomplete and does not load.
     """
-    with from_extra("transformers"):
-        from safetensors.torch import save_file
+    from safetensors.torch import save_file
 
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
@@ -334,7 +326,7 @@ def write_folder(
             _write_modules(new, settings, tensors, vocab_size)
         else:  # without an entry they would build another model
             _write_entries(new, [("", f"{__name__}.{UnsupportedEncoder.__name__}")])
-        _write_card(new, target, model, settings)
+        _write_card(new, target, inner, settings)
         if (target / PROMPTS).exists():
             (new / PROMPTS).unlink(missing_ok=True)  # theirs may hold prompts
         save_file(tensors, new / TENSORS)
@@ -405,24 +397,15 @@ def _write_entries(folder: Path, modules: list[tuple[str, str]]) -> None:
 
 def _write_card(new: Path, target: Path, model: Any, settings: dict[str, Any]) -> None:
     """Write the model card, unless the folder has one of its user."""
-    kept = target / CARD
-    if kept.exists() and not kept.read_text(encoding="utf-8", errors="replace").rstrip().endswith(
-        OWN
-    ):
+    old, name, base = target / CARD, target.resolve().name, model.name_or_path
+    if old.exists() and not old.read_bytes().rstrip().endswith(OWN.encode()):
         (new / CARD).unlink(missing_ok=True)  # PEFT's
         return
-    inner, name = unwrapped(model), target.resolve().name
-    base = inner.name_or_path
     if os.path.exists(base) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
         base = ""  # no name on the Hub
     is_theirs = UnsupportedEncoder.__name__ not in (new / MODULES).read_text(encoding="utf-8")
     remote = ", trust_remote_code=True" if settings["idf_weights"] else ""
-    measured = "".join(
-        f"| active dimensions of a {side} | {x['active']:,.1f} on average of "
-        f"{x['texts']:,} texts at calibration; the target was {x['target']:g} |\n"
-        for side, x in settings["calibrated"].items()
-        if x["threshold"] == settings[f"{side}_threshold"]
-    )
+    is_pruned = settings["document_threshold"] or settings["query_threshold"]
     text = f"""---
 library_name: {"sentence-transformers" if is_theirs else "transformers"}
 tags: [sparse-encoder, splade, sparse-losses, feature-extraction]
@@ -431,14 +414,9 @@ tags: [sparse-encoder, splade, sparse-losses, feature-extraction]
 
 # {name}
 
-A sparse encoder, saved by sparse-losses.
+A sparse encoder of {model.config.get_text_config().vocab_size:,} dimensions, for texts of up to
+{settings["max_length"]:,} tokens, saved by sparse-losses: a {type(model).__name__}.
 
-| | |
-|---|---|
-| model | {type(inner).__name__}{f" from {base}" if base else ""} |
-| vocabulary | {inner.config.get_text_config().vocab_size:,} dimensions |
-| longest text | {settings["max_length"]:,} tokens |
-{measured}
 With sparse-losses:
 
 ```python
@@ -450,7 +428,7 @@ vectors = encoder.encode_document(["a text"])
 """
     if is_theirs:
         text += f"""
-With sentence-transformers{", which does not prune to these dimensions" if measured else ""}:
+With sentence-transformers{", which does not prune by the thresholds" if is_pruned else ""}:
 
 ```python
 from sentence_transformers import SparseEncoder

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_integer, check_number, check_shapes
+from sparse_losses._core.checks import check_integer, check_shapes
 from sparse_losses._core.token_ids import as_mask
 
 
@@ -14,16 +14,14 @@ class ContextGate(nn.Module):
     \qquad c = \mathrm{Attention}(q, H, H)$$
 
     A learned query $q$ attends over the hidden states $H$ of the attended tokens, and the context
-    vector $c$ determines the gate of all tokens. So the same word may expand differently in another
-    text. The gate multiplies logits. It has one number per text and token, so it commutes with the
-    maximum over positions: ``splade_head`` takes it as ``gate=`` and never stores ``[B, S, V]``.
+    vector $c$ determines the gate of all tokens, which ``splade_head`` takes as ``gate=``.
 
     Args:
         hidden_size: size of a hidden state, divisible by ``num_heads``.
         vocab_size: $V$.
         gate_hidden: width between the two linear maps.
         num_heads: number of attention heads.
-        dropout: dropout of the attention and between the maps, in [0, 1).
+        dropout: dropout of the attention and between the maps, in [0, 1].
 
     Shape:
         - Input: ``hidden`` ``[B, S, H]`` in the dtype of the parameters, ``attention_mask``
@@ -59,9 +57,6 @@ class ContextGate(nn.Module):
         sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "gate_hidden": gate_hidden}
         for name, value in {**sizes, "num_heads": num_heads}.items():
             check_integer(name, value, minimum=1)
-        check_number("dropout", dropout, minimum=0.0)
-        if dropout >= 1:
-            raise ValueError(f"expected `dropout` in [0, 1), got {dropout!r}")
         if hidden_size % num_heads:
             raise ValueError(
                 f"expected `hidden_size` divisible by num_heads = {num_heads}, got {hidden_size}"

@@ -49,8 +49,7 @@ def splade_head(
 
     $h_{is}$ are the hidden states of text $i$, $e_j$ and $b_j$ the row and bias of token $j$ in the
     vocabulary projection, $g$ the gate (1 without one). The result equals
-    ``splade_pool(hidden @ weight.T + bias, attention_mask)``, but the vocabulary is processed in
-    tiles: forward and backward never store ``[B, S, V]``, except with ``impl="definition"``.
+    ``splade_pool(hidden @ weight.T + bias, attention_mask)``, without ever storing ``[B, S, V]``.
     Of equal scores the first position gets the gradient on the CPU, any position elsewhere.
 
     The head is a layer of the model. On an accelerator it multiplies hidden states and weight in
@@ -110,25 +109,23 @@ def splade_head(
             raise ValueError("expected sparse_grad=False with a DTensor, whose gradient is dense")
         if is_dtensor(weight) and not is_dtensor(hidden):
             check_replicated("hidden", hidden, weight.device_mesh)  # type: ignore[attr-defined]
-        options: dict[str, Any] = {
-            "activation": activation,
-            "softcap": softcap,
-            "return_logits": return_logits,
-            "impl": impl,
-        }
-        parts: dict[str, tuple[Tensor | None, str]] = {
-            "hidden": (hidden, "B S H"),
-            "weight": (weight, "V H"),
-            "bias": (bias, "V"),
-            "attention_mask": (attention_mask, "B S"),
-            "gate": (gate, "B V"),
-        }
-        if isinstance(threshold, Tensor):
-            parts["threshold"] = threshold, "V"
-        else:
-            options["threshold"] = threshold
+        of_parts = functools.partial(
+            splade_head,
+            activation=activation,
+            softcap=softcap,
+            threshold=threshold,
+            return_logits=return_logits,
+            impl=impl,
+        )
         outputs: Tensor | tuple[Tensor, Tensor] = on_parts(
-            functools.partial(splade_head, **options), "B V", **parts
+            of_parts,
+            "B V",
+            hidden=(hidden, "B S H"),
+            weight=(weight, "V H"),
+            bias=(bias, "V"),
+            attention_mask=(attention_mask, "B S"),
+            gate=(gate, "B V"),
+            threshold=(threshold if isinstance(threshold, Tensor) else None, "V"),
         )
         return outputs
     arguments: dict[str, Any] = {
@@ -284,15 +281,13 @@ class SpladeHead(LossModule):
 
         ``head(hidden, attention_mask)``, with ``hidden`` the last hidden state of
         ``model.base_model``, equals ``splade_pool(logits, attention_mask)`` of the model's logits.
-        The model runs once on eight tokens to find its layers, and the scale and soft cap of its
-        logits, and is not changed. Create the head after ``resize_token_embeddings``, which
-        replaces the matrix, and after PEFT has wrapped the model.
+        The model runs once on eight tokens, and is not changed. Create the head after
+        ``resize_token_embeddings``, which replaces the matrix, and after PEFT has wrapped it.
 
         Args:
-            model: BERT, XLM-RoBERTa, ModernBERT, Llama, Qwen, Gemma, or another masked or causal
-                language model whose layers between hidden states and logits are a chain that ends
-                in a linear map; or a ``PeftModel`` around it. LoRA adapters on that map are part of
-                the product.
+            model: A masked or causal language model whose layers between hidden states and logits
+                are a chain that ends in a linear map, or a ``PeftModel`` around it. LoRA adapters
+                on that map are part of the product.
             **options: ``activation``, ``threshold``, ``sparse_grad`` and ``impl``, as in the class.
 
         Raises:

@@ -80,13 +80,7 @@ class StaticQueryEncoder(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return the vectors ``[B, V]``, fp32 (fp64 for a weight in fp64).
 
-        Args:
-            input_ids: ``[B, S]`` integers.
-            attention_mask: ``[B, S]`` 0/1; without it all positions are attended.
-
-        Raises:
-            TypeError: for texts or floating-point numbers instead of ids.
-            ValueError: for attended ids outside [0, V).
+        Arguments and errors are those of ``SpladeEncoder.forward``.
         """
         check_shapes(input_ids=(input_ids, "B S"), attention_mask=(attention_mask, "B S, optional"))
         if attention_mask is None:
@@ -109,17 +103,7 @@ class StaticQueryEncoder(nn.Module):
     def encode_query(
         self, texts: Sequence[str], *, output: Literal["csr", "dense", "tokens"] = "csr"
     ) -> Any:
-        """Return the vectors of queries, in their order, on the CPU.
-
-        Args:
-            texts: Strings. Longer ones are cut where the tokenizer does.
-            output: As in ``SpladeEncoder.encode``; negative weights are kept, as
-                sentence-transformers does.
-
-        Raises:
-            TypeError: for anything but a sequence of strings.
-            ValueError: if a text's weight is not finite.
-        """
+        """Return the vectors of queries, as ``SpladeEncoder.encode``, negative weights included."""
         check_texts(texts)
         check_choice("output", output, ("csr", "dense", "tokens"))
         # Not by `forward`: its [B, V] costs more than all else.
@@ -163,9 +147,8 @@ class StaticQueryEncoder(nn.Module):
     def save_pretrained(self, folder: str | os.PathLike[str], *, document: SpladeEncoder) -> None:
         """Write a folder of sentence-transformers with both sides, a ``Router``.
 
-        Its ``SparseEncoder`` gives the vectors of both, by ``encode_query`` and
-        ``encode_document``. ``from_pretrained`` reads the queries' side,
-        ``SpladeEncoder.from_pretrained`` the documents'.
+        ``from_pretrained`` reads the queries' side, ``SpladeEncoder.from_pretrained`` the
+        documents'.
 
         Args:
             folder: Made if it does not exist; files of other names stay.
@@ -175,8 +158,7 @@ class StaticQueryEncoder(nn.Module):
             ValueError: if the encoder has other tokens, or a vocabulary of another size than the
                 tokenizer, which sentence-transformers does not load.
         """
-        with from_extra("transformers"):
-            from safetensors.torch import save_file
+        from safetensors.torch import save_file
 
         tokens = self.tokenizer.get_vocab()
         if document.tokenizer.get_vocab() != tokens:

@@ -23,9 +23,8 @@ class ActivationFrequency(nn.Module):
     $d$ is ``decay``; without it $d$ is 1 and $f$ is exact. $w$ is the weight of DF-FLOPS: 0 at
     $f_j = 0$, one half at $f_j = \alpha$, 1 at $f_j = 1$.
 
-    In DF-FLOPS the weight stands inside the square, so ``flops_loss`` takes its square. Refresh it
-    in place every so many steps. A text with a NaN does not count. Nothing here waits for the
-    device.
+    In DF-FLOPS the weight stands inside the square, so ``flops_loss`` takes its square. A text with
+    a NaN does not count. Nothing here waits for the device.
 
     Args:
         vocab_size: Number of dimensions, V.

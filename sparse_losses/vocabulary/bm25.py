@@ -32,8 +32,7 @@ def bm25_scores(
 
     where $q_t$ and $f_t$ count token $t$ in the query and in the document, $|d|$ is the number of
     tokens of the document, repeats included, and $\overline{|d|}$ the mean of that number over the
-    corpus. The scores serve as teacher scores for the distillation loss, without a model or a file
-    of scores. Memory grows with the tokens of the batch, not with the vocabulary.
+    corpus. Memory grows with the tokens of the batch, not with the vocabulary.
 
     Args:
         query_input_ids: Token ids of the queries, integers ``[B, S]``.

@@ -20,10 +20,9 @@ def label_similarity(labels: Tensor, *, method: Literal["npmi", "jaccard"] = "np
     \;\text{(jaccard)}
     $$
 
-    where $n_i$ of the $N$ rows have label $i$, $n_{ij}$ have both labels, and $p = n / N$. With
-    npmi, $1/2$ means independence, $1$ that the labels occur only together (also if all rows have
-    both), and $0$ that they never occur together. With jaccard, two labels that no row has have
-    similarity $0$. The diagonal is $1$, also for a label that no row has.
+    where $n_i$ of the $N$ rows have label $i$, $n_{ij}$ have both labels, and $p = n / N$. Labels
+    that never occur together have $0$, and with npmi those that occur only together $1$, also if
+    all rows have both. The diagonal is $1$, also for a label that no row has.
 
     Args:
         labels: Multi-hot labels of the training set ``[N, L]``, bool, integer or float 0/1.

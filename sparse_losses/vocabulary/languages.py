@@ -1,6 +1,5 @@
 """The scripts in which the tokens of a vocabulary are written."""
 
-import difflib
 import functools
 import json
 import re
@@ -11,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-
-from sparse_losses.vocabulary.document_frequency import HasVocabulary
 
 # Byte-level BPE writes a printable byte as the character with that code, and the other bytes, in
 # order, as the characters from U+0100 on: "Ġ" is the space.
@@ -25,24 +22,17 @@ _BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 
 def language_token_ids(
-    tokenizer: HasVocabulary | Mapping[str, int] | Sequence[str],
+    tokenizer: Any,
     scripts: Sequence[str] = ("Hangul", "Latin"),
     *,
     allow_common: bool = True,
 ) -> Tensor:
     """Return the ids of the tokens whose text uses no Unicode script other than ``scripts``.
 
-    Unicode defines scripts, not languages; languages share scripts (English, French and Vietnamese
-    use Latin). The script of a character is the property Script of the Unicode Character Database.
-
     The text of a token is derived from its spelling in the vocabulary: SentencePiece (``▁`` before
     a word), WordPiece (``##`` inside a word) or byte-level BPE (bytes as printable characters,
-    ``Ġ`` before a word). The marker that most words have determines the kind. It is not part of
-    the text.
-
-    Byte tokens (in byte-level BPE, and SentencePiece's ``<0xEA>``) may contain incomplete
-    characters. These count as Common, as all scripts share the same 64 continuation bytes, without
-    which a byte-level vocabulary cannot write Korean. Complete characters count by their script.
+    ``Ġ`` before a word). The marker that most words have determines the kind. Incomplete characters
+    of byte tokens count as Common.
 
     Special tokens are excluded; pass them to ``language_penalty`` separately. A plain dict or list
     does not mark special tokens: ``<s>`` then counts as the Latin letter in it.
@@ -76,16 +66,12 @@ def language_token_ids(
     allowed = _characters(scripts, allow_common)
     vocabulary, special = _vocabulary(tokenizer)
     marker = _word_marker([token for token, _ in vocabulary])
-    ids: list[int] = []
-    texts: list[str] = []
-    for token, token_id in vocabulary:
-        if token_id not in special:
-            ids.append(token_id)
-            texts.append(_decode(token, marker))
+    ordinary = [(token_id, token) for token, token_id in vocabulary if token_id not in special]
+    texts = [_decode(token, marker) for _, token in ordinary]
     characters = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
     owner = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
     strange = np.bincount(owner, weights=~allowed[characters], minlength=len(texts))
-    kept = np.array(ids, dtype=np.int64)[strange == 0]
+    kept = np.array([token_id for token_id, _ in ordinary], dtype=np.int64)[strange == 0]
     return torch.from_numpy(np.unique(kept))
 
 
@@ -103,10 +89,8 @@ def _characters(names: Sequence[str], allow_common: bool) -> np.ndarray[Any, np.
     known = _scripts()
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(str(name).title(), known)
-            hint = " or ".join(map(repr, close)) or "such as 'Latin'"
             raise ValueError(
-                f"expected `scripts` to be long names of Unicode scripts ({hint}), got {name!r}"
+                f"expected `scripts` to be long names of scripts, such as 'Latin', got {name!r}"
             )
     allowed = np.zeros(0x110000, dtype=np.bool_)
     for name in {*names, "Common", "Inherited"} if allow_common else {*names}:
@@ -116,30 +100,23 @@ def _characters(names: Sequence[str], allow_common: bool) -> np.ndarray[Any, np.
     return allowed
 
 
-def _vocabulary(
-    tokenizer: HasVocabulary | Mapping[str, int] | Sequence[str],
-) -> tuple[list[tuple[str, int]], set[int]]:
-    """Return the (token, id) pairs and the ids of known special tokens."""
-    special: set[int] = set()
-    pairs: list[tuple[str, int]]
+def _vocabulary(tokenizer: Any) -> tuple[list[tuple[str, int]], set[int]]:
     if isinstance(tokenizer, Mapping):
-        pairs = list(tokenizer.items())
-    elif isinstance(tokenizer, Sequence) and not isinstance(tokenizer, str):
-        pairs = [(token, index) for index, token in enumerate(tokenizer)]
-    elif hasattr(tokenizer, "get_vocab"):
-        pairs = list(tokenizer.get_vocab().items())
-        special.update(getattr(tokenizer, "all_special_ids", ()))
-        # It is a property in `transformers` and a method in `tokenizers`.
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        if hasattr(tokenizer, "get_added_tokens_decoder"):
-            added = tokenizer.get_added_tokens_decoder()
-        special.update(index for index, token in added.items() if token.special)
-    else:
+        return list(tokenizer.items()), set()
+    if isinstance(tokenizer, Sequence) and not isinstance(tokenizer, str):
+        return [(token, index) for index, token in enumerate(tokenizer)], set()
+    if not hasattr(tokenizer, "get_vocab"):
         raise TypeError(
             "expected `tokenizer` to have `get_vocab()`, or to be a dict or a list of tokens, "
             f"got {type(tokenizer).__name__}"
         )
-    return pairs, special
+    # It is a property in `transformers` and a method in `tokenizers`.
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    if hasattr(tokenizer, "get_added_tokens_decoder"):
+        added = tokenizer.get_added_tokens_decoder()
+    special = {index for index, token in added.items() if token.special}
+    special.update(getattr(tokenizer, "all_special_ids", ()))
+    return list(tokenizer.get_vocab().items()), special
 
 
 def _word_marker(tokens: list[str]) -> str:

@@ -32,17 +32,13 @@ def idf_penalty(
     \frac{\mathrm{idf}_j - \mathrm{idf}_{\min}}{\mathrm{idf}_{\max} - \mathrm{idf}_{\min}}
     $$
 
-    with the minimum and the maximum over the tokens that are not special. The idf of a special
-    token is extreme, as no document contains it, and would compress the range of all others. The
-    penalty is, in this order:
+    with the minimum and the maximum over the tokens that are not special. The penalty is, in this
+    order:
 
     1. $w_j$ as above, or $1$ if the idf is constant,
     2. raised to at least ``minimum``,
     3. *multiplied* by ``stopword_penalty`` for stopwords,
     4. *set* to ``special_penalty`` for special tokens, also if they are stopwords.
-
-    With $e^{-4} = 0.018$, tokens that no document contains are nearly free, and training uses them
-    as latent dimensions; ``minimum=0.1`` prevents that.
 
     Args:
         idf: Inverse document frequency, finite floating point ``[V]``.
@@ -84,10 +80,8 @@ def idf_penalty(
         raise ValueError(f"expected `minimum` in [0, 1], got {minimum!r}")
     check_choice("shape", shape, ("exponential", "linear"))
     idf = idf.detach().to(compute_dtype(idf=idf))
-    infinite = (~idf.isfinite()).nonzero()
-    if len(infinite):
-        index = int(infinite[0])
-        raise ValueError(f"expected `idf` to be finite, got {float(idf[index])} at token {index}")
+    if not idf.isfinite().all():
+        raise ValueError("expected `idf` to be finite, got NaN or infinity")
     special = _mask("special_token_ids", special_token_ids, vocab_size, idf.device)
     stopword = _mask("stopword_ids", stopword_ids, vocab_size, idf.device)
 

@@ -373,7 +373,7 @@ def test_a_teacher_may_score_the_positives_alone_beside_negatives():
     ("negative", "candidates", "message"),
     [
         ("shared", "own", r"\[B, 1 \+ N\] with own negatives"),
-        ("own", "batch", rf"\[{B}, {B + N}\] \(.*\) or \[{B}, {B}\] \(.*positives alone\), got"),
+        ("own", "batch", rf"\[{B}, {B + N}\] \(all\) or \[{B}, {B}\] \(positives\), got"),
         ("own", "all", "`batch.teacher_candidates` to be one of 'own', 'batch', None, got 'all'"),
     ],
 )
@@ -395,12 +395,10 @@ def test_a_half_precision_teacher_does_not_overflow():
     torch.testing.assert_close(half, full)
 
 
-def test_an_unknown_term_is_an_error_with_a_hint():
-    with pytest.raises(ValueError, match="got one of 'nws': add nws_loss to the obj"):
-        SpladeObjective({"nws": 1.0})
+def test_an_unknown_term_is_an_error():
     objective = SpladeObjective({})
     objective.weights["infonce"] = 1.0
-    with pytest.raises(ValueError, match="'infonce'; did you mean 'info_nce'"):
+    with pytest.raises(ValueError, match=r"`weights` .*, got 'infonce'"):
         objective(_batch())
 
 

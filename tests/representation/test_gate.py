@@ -77,7 +77,7 @@ def test_text_without_tokens_has_a_gate_and_no_gradient():
     ("options", "message"),
     [
         ({"hidden_size": 10, "num_heads": 4}, "divisible by num_heads = 4, got 10"),
-        ({"dropout": 1.0}, "`dropout`"),
+        ({"dropout": 1.5}, "dropout probability"),
         ({"gate_hidden": 0}, "`gate_hidden`"),
     ],
 )

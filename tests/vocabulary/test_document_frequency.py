@@ -241,12 +241,12 @@ def test_load_checks_tokenizer_and_vocab_size(tmp_path):
         DocumentFrequency.load(path, tokenizer=other)
     assert tokenizer_sha256(ours) in str(error.value)
     assert tokenizer_sha256(other) in str(error.value)
-    with pytest.raises(ValueError, match=f"V = {V + 1}, got V = {V}"):
+    with pytest.raises(ValueError, match=f"vocab_size = {V + 1}, got {V}"):
         DocumentFrequency.load(path, vocab_size=V + 1)
-    with pytest.raises(TypeError, match=r"get_vocab\(\).*str"):
+    with pytest.raises(AttributeError, match="get_vocab"):
         DocumentFrequency.load(path, tokenizer="bert-base-uncased")
     counted([[1]]).save(path)
-    with pytest.raises(ValueError, match="got no fingerprint"):
+    with pytest.raises(ValueError, match="got None"):
         DocumentFrequency.load(path, tokenizer=ours)
 
 

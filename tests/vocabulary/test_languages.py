@@ -175,11 +175,9 @@ def test_byte_level_is_known_by_its_alphabet_where_nothing_is_marked():
     assert kept(vocabulary, "Hangul", allow_common=False)[-1] == vocabulary[-1]
 
 
-@pytest.mark.parametrize(
-    ("name", "suggestion"), [("Hangeul", "'Hangul'"), ("zzz", "such as 'Latin'"), (3, "got 3")]
-)
-def test_unknown_script_is_an_error_with_close_names(name, suggestion):
-    with pytest.raises(ValueError, match=f"`scripts`.*{suggestion}"):
+@pytest.mark.parametrize("name", ["Hangeul", 3])
+def test_unknown_script_is_an_error(name):
+    with pytest.raises(ValueError, match=f"`scripts` .*, got {name!r}"):
         language_token_ids(["a"], ["Latin", name])
 
 

@@ -7,26 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparse_losses import (
-    DistillationLoss,
-    FlopsLoss,
-    IdfFlopsLoss,
-    InfoNCELoss,
-    LanguagePenaltyLoss,
-    MarginMSELoss,
-    MinActivationLoss,
-    NPairLoss,
-    NWSLoss,
-    ObjectiveOutput,
-    PairwiseContrastiveLoss,
-    PositiveActivationLoss,
-    RankNetLoss,
-    SelfReconstructionLoss,
-    SpladeBatch,
-    SpladeObjective,
-    Texts,
-    TripletMarginLoss,
-)
+import sparse_losses as sl
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.token_ids import as_mask
@@ -40,7 +21,7 @@ class Columns(NamedTuple):
     ``there`` is a mask ``[B, n]`` of the negatives that are there, ``None`` if all are.
     """
 
-    texts: Sequence[Texts]
+    texts: Sequence[sl.Texts]
     labels: Tensor | None
     there: Tensor | None = None
     similarity: str = "dot"
@@ -54,25 +35,24 @@ class Columns(NamedTuple):
         return [texts.activations for texts in self.texts]
 
 
-def compute_loss(loss: nn.Module, columns: Columns) -> Tensor | ObjectiveOutput:
+def compute_loss(loss: nn.Module, columns: Columns) -> Tensor | sl.ObjectiveOutput:
     """Return the value of a loss, or the output of an objective."""
     least, compute = next(COMPUTE[kind] for kind in type(loss).__mro__ if kind in COMPUTE)
     name, count = type(loss).__name__, len(columns.texts)
-    if count < min(least, 2):
-        raise ValueError(f"{name} expected two columns or more (anchors, positives), got {count}")
     if count < least:
-        raise ValueError(f"{name} expected a column of negatives, got only two columns")
-    value: Tensor | ObjectiveOutput = compute(loss, columns)
+        kinds = ", ".join(("anchors", "positives", "negatives")[:least])
+        raise ValueError(f"{name} expected {least} columns or more ({kinds}), got {count}")
+    value: Tensor | sl.ObjectiveOutput = compute(loss, columns)
     return value
 
 
-def texts_of_column(activations: Tensor, column: Mapping[str, Any]) -> Texts:
+def texts_of_column(activations: Tensor, column: Mapping[str, Any]) -> sl.Texts:
     """Return the vectors of a column, with its token ids if they have one row per vector."""
     ids, mask = column.get("input_ids"), column.get("attention_mask")
     for x in (ids, mask):
         if x is None or x.ndim != 2 or len(x) != len(activations):
-            return Texts(activations)
-    return Texts(activations, ids, mask)
+            return sl.Texts(activations)
+    return sl.Texts(activations, ids, mask)
 
 
 def has_tokens(column: Mapping[str, Any], special_token_ids: Tensor) -> Tensor:
@@ -98,7 +78,7 @@ def _regularizer(loss: Any, columns: Columns) -> Any:
 
 
 def _self_reconstruction(loss: Any, columns: Columns) -> Any:
-    joined = reduce(Texts.join, columns.texts)
+    joined = reduce(sl.Texts.join, columns.texts)
     return loss(joined.activations, *_ids_and_mask(type(loss).__name__, joined))
 
 
@@ -114,16 +94,16 @@ def _nws(loss: Any, columns: Columns) -> Any:
             f"{type(loss).__name__} expected labels [B, L] and one column or two (queries, keys), "
             f"got {_shape(labels)} and {1 + len(keys)} columns"
         )
-    if not keys:
-        return loss(query, labels, columns.prototype)
-    return loss(query, labels, columns.prototype, key=keys[0], key_labels=labels)
+    options = {"key": keys[0], "key_labels": labels} if keys else {}
+    return loss(query, labels, columns.prototype, **options)
 
 
 def _info_nce(loss: Any, columns: Columns) -> Any:
     anchor, positive, *negatives = columns.vectors
-    join = torch.cat if loss.in_batch else _stack
     positive_ids = columns.labels if columns.labels_are_positive_ids else None
-    negative = join(negatives) if negatives else None
+    negative = None
+    if negatives:
+        negative = torch.cat(negatives) if loss.in_batch else torch.stack(negatives, 1)
     where = {"own": not loss.in_batch, "in_batch": loss.in_batch, "gather": loss.gather}
     mask = _candidate_mask(columns, **where)
     return loss(anchor, positive, negative, positive_ids=positive_ids, candidate_mask=mask)
@@ -145,9 +125,7 @@ def _pairwise(loss: Any, columns: Columns) -> Any:
 
 def _triplet(loss: Any, columns: Columns) -> Any:
     anchor, positive, *negatives = columns.vectors
-    if columns.there is None:
-        return loss(anchor, positive, _stack(negatives))
-    return loss(anchor, positive, _stack(negatives), columns.there)
+    return loss(anchor, positive, torch.stack(negatives, 1), columns.there)
 
 
 def _distillation(loss: Any, columns: Columns) -> Any:
@@ -161,26 +139,21 @@ def _distillation(loss: Any, columns: Columns) -> Any:
 def _margin_mse(loss: Any, columns: Columns) -> Any:
     student = _student_scores(columns)
     teacher = _teacher_scores(type(loss).__name__, columns.labels, student, or_margins=True)
-
-    def pairs(scores: Tensor) -> tuple[Tensor, Tensor]:
-        positive, negatives = scores[:, :1], scores[:, 1:]
-        return positive.expand_as(negatives).flatten(), negatives.flatten()
-
-    there = None if columns.there is None else columns.there.flatten()
-    return loss(*pairs(student), *pairs(teacher), there)
+    sides = (x for scores in (student, teacher) for x in (scores[:, 0], scores[:, 1:]))
+    return loss(*sides, columns.there)
 
 
-def _objective(loss: SpladeObjective, columns: Columns) -> Any:
+def _objective(loss: sl.SpladeObjective, columns: Columns) -> Any:
     anchor, positive, *others = columns.texts
     negative = others[0] if others else None
     if len(others) > 1:
-        joined = reduce(Texts.join, others)
+        joined = reduce(sl.Texts.join, others)
         known = {name: x for name, x in joined._asdict().items() if x is not None}
-        stacked = {name: _stack(x.chunk(len(others))) for name, x in known.items()}
+        stacked = {name: torch.stack(x.chunk(len(others)), 1) for name, x in known.items()}
         negative = joined._replace(**stacked)
     where = {"own": len(others) > 1, "in_batch": True, "gather": loss.gather}
     mask = _candidate_mask(columns, **where)
-    batch = SpladeBatch(anchor, positive, negative, candidate_mask=mask)
+    batch = sl.SpladeBatch(anchor, positive, negative, candidate_mask=mask)
     if columns.labels_are_positive_ids:
         batch = batch._replace(positive_ids=columns.labels)
     active = {*loss.active()}
@@ -197,27 +170,22 @@ def _objective(loss: SpladeObjective, columns: Columns) -> Any:
 
 # By the class of the loss: the least number of columns, and what it computes.
 COMPUTE: dict[type, tuple[int, Callable[[Any, Columns], Any]]] = {
-    SpladeObjective: (2, _objective),
-    InfoNCELoss: (2, _info_nce),
-    NPairLoss: (2, _n_pair),
-    TripletMarginLoss: (3, _triplet),
-    PairwiseContrastiveLoss: (2, _pairwise),
-    DistillationLoss: (3, _distillation),
-    MarginMSELoss: (3, _margin_mse),
-    RankNetLoss: (3, _distillation),
-    NWSLoss: (1, _nws),
-    FlopsLoss: (1, _regularizer),
-    IdfFlopsLoss: (1, _regularizer),
-    MinActivationLoss: (1, _regularizer),
-    LanguagePenaltyLoss: (1, _regularizer),
-    SelfReconstructionLoss: (1, _self_reconstruction),
-    PositiveActivationLoss: (2, _positive_activation),
+    sl.SpladeObjective: (2, _objective),
+    sl.InfoNCELoss: (2, _info_nce),
+    sl.NPairLoss: (2, _n_pair),
+    sl.TripletMarginLoss: (3, _triplet),
+    sl.PairwiseContrastiveLoss: (2, _pairwise),
+    sl.DistillationLoss: (3, _distillation),
+    sl.MarginMSELoss: (3, _margin_mse),
+    sl.RankNetLoss: (3, _distillation),
+    sl.NWSLoss: (1, _nws),
+    sl.FlopsLoss: (1, _regularizer),
+    sl.IdfFlopsLoss: (1, _regularizer),
+    sl.MinActivationLoss: (1, _regularizer),
+    sl.LanguagePenaltyLoss: (1, _regularizer),
+    sl.SelfReconstructionLoss: (1, _self_reconstruction),
+    sl.PositiveActivationLoss: (2, _positive_activation),
 }
-
-
-def _stack(columns: Sequence[Tensor]) -> Tensor:
-    """Stack ``n`` columns ``[B, V]`` to ``[B, n, V]``."""
-    return torch.stack(list(columns), dim=1)
 
 
 def _student_scores(columns: Columns) -> Tensor:
@@ -227,7 +195,7 @@ def _student_scores(columns: Columns) -> Tensor:
     vectors = [x.to(dtype) for x in vectors]
     if columns.similarity == "cosine":
         vectors = [normalize(x) for x in vectors]
-    return _stack([(vectors[0] * x).sum(-1) for x in vectors[1:]])
+    return torch.stack([(vectors[0] * x).sum(-1) for x in vectors[1:]], 1)
 
 
 def _teacher_scores(
@@ -248,8 +216,7 @@ def _teacher_scores(
     return torch.nn.functional.pad(-labels.to(student.dtype), (1, 0))
 
 
-def _taught(teacher: Teacher, batch: SpladeBatch, active: set[str]) -> dict[str, Any]:
-    """Return the teacher's scores for the terms that need them."""
+def _taught(teacher: Teacher, batch: sl.SpladeBatch, active: set[str]) -> dict[str, Any]:
     sides = [texts for texts in batch[:3] if texts is not None]
     for texts in sides:
         _ids_and_mask("`teacher`", texts)
@@ -263,7 +230,7 @@ def _taught(teacher: Teacher, batch: SpladeBatch, active: set[str]) -> dict[str,
     return scores
 
 
-def _ids_and_mask(name: str, texts: Texts) -> tuple[Tensor, Tensor]:
+def _ids_and_mask(name: str, texts: sl.Texts) -> tuple[Tensor, Tensor]:
     if texts.input_ids is None or texts.attention_mask is None:
         raise ValueError(
             f"{name} expected token ids and attention masks [B, S] with the vectors, got none "

@@ -1,7 +1,7 @@
 """The SPLADE head of this package inside sentence-transformers' ``SparseEncoder``."""
 
+import itertools
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,22 +18,18 @@ from sparse_losses.representation.head import SpladeHead
 
 
 def use_splade_head(sparse_encoder: Any) -> Any:
-    """Compute the vectors of a ``SparseEncoder`` by ``splade_head``, in training and inference.
+    """Compute the vectors of a ``SparseEncoder``, which is returned, by ``splade_head``.
 
-    The masked language model then gives its hidden states, and the pooling multiplies them with
-    the vocabulary projection: ``[B, S, V]`` is never stored, and vectors and gradients are the
-    same. They are fp32, also where the model is in half precision. The pooling's ``chunk_size`` has
-    no effect. The saved folder is the same as without the head.
+    ``[B, S, V]`` is then never stored, and vectors and gradients are the same. They are fp32, also
+    where the model is in half precision. The pooling's ``chunk_size`` has no effect. The saved
+    folder is the same as without the head.
 
     Call it again after anything that replaces the projection, such as ``resize_token_embeddings``
-    or adapters on it. Several GPUs need one process each, as ``torchrun`` starts them.
+    or adapters on it. Several GPUs need one process each.
 
     Args:
         sparse_encoder: a ``SparseEncoder`` of a fill-mask ``Transformer`` and
             ``SpladePooling("max")``, or of a ``Router`` with such sides. It is changed in place.
-
-    Returns:
-        ``sparse_encoder``.
 
     Raises:
         TypeError: for other modules, for a model that ``SpladeHead.from_masked_lm`` does not take,
@@ -64,10 +60,7 @@ def use_splade_head(sparse_encoder: Any) -> Any:
 
 
 def remove_splade_head(sparse_encoder: Any) -> Any:
-    """Undo ``use_splade_head``, in place; nothing happens if it was not used.
-
-    Returns:
-        ``sparse_encoder``.
+    """Undo ``use_splade_head`` in place, if it was used, and return the encoder.
 
     Examples:
         ``model = remove_splade_head(model)``
@@ -86,13 +79,13 @@ def _pairs(sparse_encoder: Any) -> list[tuple[Any, Any]]:
     """Return each transformer with the pooling that follows it."""
     if not isinstance(sparse_encoder, SparseEncoder):
         raise TypeError(f"expected a SparseEncoder, got {type(sparse_encoder).__name__}")
-    pairs = list(_neighbours(sparse_encoder))
+    chains = [x for x in sparse_encoder.modules() if isinstance(x, nn.Sequential)]  # of a Router
+    neighbours = [pair for chain in chains for pair in itertools.pairwise([*chain, None])]
+    pairs = [pair for pair in neighbours if isinstance(pair[0], Transformer)]
     for transformer, pooling in pairs:
-        if pooling is None or type(pooling) is not SpladePooling:
-            raise TypeError(
-                f"expected SpladePooling after {type(transformer).__name__}, got "
-                f"{'nothing' if pooling is None else type(pooling).__name__}"
-            )
+        if type(pooling) is not SpladePooling:
+            before, after = type(transformer).__name__, type(pooling).__name__
+            raise TypeError(f"expected SpladePooling after {before}, got {after}")
         if pooling.pooling_strategy != "max":
             raise ValueError(
                 f'expected pooling_strategy="max", got {pooling.pooling_strategy!r}: the sum over '
@@ -101,15 +94,6 @@ def _pairs(sparse_encoder: Any) -> list[tuple[Any, Any]]:
     if not pairs:
         raise TypeError("expected a SparseEncoder with a fill-mask Transformer, got none in it")
     return pairs
-
-
-def _neighbours(sparse_encoder: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    for chain in sparse_encoder.modules():  # the encoder itself, and the sides of a Router
-        if isinstance(chain, nn.Sequential):
-            modules = list(chain)
-            for module, after in zip(modules, [*modules[1:], None], strict=True):
-                if isinstance(module, Transformer):
-                    yield module, after
 
 
 def _hidden_states(model: Any, **inputs: Any) -> Any:

@@ -6,15 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_losses import (
-    DistillationLoss,
-    InfoNCELoss,
-    MarginMSELoss,
-    NWSLoss,
-    ObjectiveOutput,
-    RankNetLoss,
-    SpladeObjective,
-)
+import sparse_losses as sl
 from sparse_losses._core.checks import (
     check_choice,
     check_flag,
@@ -37,10 +29,10 @@ from sparse_losses.integrations.sentence_transformers.versions import (
 from sparse_losses.objective.teacher import Teacher
 
 USED_BY: dict[str, tuple[type, ...]] = {
-    "similarity": (DistillationLoss, MarginMSELoss, RankNetLoss),
-    "labels_are_positive_ids": (InfoNCELoss, SpladeObjective),
-    "teacher": (SpladeObjective,),
-    "prototype": (NWSLoss,),
+    "similarity": (sl.DistillationLoss, sl.MarginMSELoss, sl.RankNetLoss),
+    "labels_are_positive_ids": (sl.InfoNCELoss, sl.SpladeObjective),
+    "teacher": (sl.SpladeObjective,),
+    "prototype": (sl.NWSLoss,),
 }
 
 
@@ -103,7 +95,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
     special_token_ids: Tensor
     # These exist only during a forward pass with gradient caching.
     _columns: list[dict[str, Any]]
-    _cached: Tensor | ObjectiveOutput
+    _cached: Tensor | sl.ObjectiveOutput
     _learned: list[tuple[Tensor, Tensor | None]]
 
     def __init__(
@@ -150,12 +142,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
     def forward(
         self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None
     ) -> Tensor | dict[str, Tensor]:
-        """Return the loss of tokenized columns; for an objective its weighted terms, to be summed.
-
-        Args:
-            sentence_features: one dict per column, as the trainer collects them.
-            labels: see the class.
-        """
+        """Return the loss of tokenized columns; for an objective its weighted terms."""
         columns = list(sentence_features)
         if self.mini_batch_size is None:
             return self._named(self._value(columns, embed_columns(self.model, columns), labels))
@@ -191,18 +178,13 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
     def compute_loss_from_embeddings(
         self, embeddings: Sequence[Tensor] | Tensor, labels: Tensor | None = None
     ) -> Tensor | dict[str, Tensor]:
-        """Compute the loss of embeddings, for ``SpladeLoss``.
-
-        Args:
-            embeddings: a list of ``[B, V]``, one per column; or rows to regularise, ``[N, V]``.
-            labels: see the class.
-        """
+        """Compute the loss of columns ``[B, V]``, or of rows ``[N, V]``, for ``SpladeLoss``."""
         vectors = [embeddings] if isinstance(embeddings, Tensor) else list(embeddings)
         return self._named(self._value([{} for _ in vectors], vectors, labels))
 
     def _value(
         self, columns: Sequence[dict[str, Any]], vectors: Sequence[Tensor], labels: Tensor | None
-    ) -> Tensor | ObjectiveOutput:
+    ) -> Tensor | sl.ObjectiveOutput:
         texts = [texts_of_column(x, column) for x, column in zip(vectors, columns, strict=True)]
         there = None
         if len(texts) > 2 and all(x.input_ids is not None for x in texts[2:]):
@@ -215,11 +197,11 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         options = Columns(texts, labels, there, self.similarity, flag, teacher, prototype)
         return compute_loss(self.loss, options)
 
-    def _named(self, value: Tensor | ObjectiveOutput) -> Tensor | dict[str, Tensor]:
+    def _named(self, value: Tensor | sl.ObjectiveOutput) -> Tensor | dict[str, Tensor]:
         """Return the values by name: the trainer adds them up and logs each."""
         if isinstance(value, Tensor):
             return value
-        assert isinstance(self.loss, SpladeObjective)
+        assert isinstance(self.loss, sl.SpladeObjective)
         weights = self.loss.weights
         named = {name: (weights[name] * term).detach() for name, term in value.terms.items()}
         if not named:
@@ -231,22 +213,21 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the loss and its options for the model card."""
-        loss = self.loss
-        config: dict[str, Any] = {"loss": repr(loss)}
-        if isinstance(loss, SpladeObjective):  # whose repr has all losses, active or not
+        loss, weights = self.loss, None
+        if isinstance(loss, sl.SpladeObjective):  # whose repr has all losses, active or not
             weights = {name: float(weight) for name, weight in loss.weights.items()}
-            config = {"loss": "SpladeObjective", "weights": weights}
         options = {
+            "loss": "SpladeObjective" if weights else repr(loss),
+            "weights": weights,
             "similarity": self.similarity if isinstance(loss, USED_BY["similarity"]) else None,
             "teacher": self.teacher and repr(self.teacher),
             "labels_are_positive_ids": self.labels_are_positive_ids,
             "mini_batch_size": self.mini_batch_size,
         }
-        return config | {name: value for name, value in options.items() if value}
+        return {name: value for name, value in options.items() if value}
 
 
 def _check_options(loss: nn.Module, **options: object) -> None:
-    """Raise an error for a loss, or for an option that it does not use."""
     name = type(loss).__name__
     if not isinstance(loss, tuple(COMPUTE)):
         raise TypeError(f"expected a loss of sparse_losses or a SpladeObjective, got {name}")
@@ -256,5 +237,5 @@ def _check_options(loss: nn.Module, **options: object) -> None:
         if value is not None and not isinstance(loss, USED_BY[option]):
             users = " or ".join(user.__name__ for user in USED_BY[option])
             raise ValueError(f"expected `{option}` for {users} only, got one for {name}")
-    if isinstance(loss, NWSLoss) and options["prototype"] is None:
+    if isinstance(loss, sl.NWSLoss) and options["prototype"] is None:
         raise ValueError(f"expected `prototype` for {name}, got None")

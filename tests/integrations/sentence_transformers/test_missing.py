@@ -71,12 +71,6 @@ def error(s, t):
     return (s[0] - s[1:] - t[0] + t[1:]).square().mean()
 
 
-def all_errors(vectors, labels):
-    scores = torch.einsum("iv,civ->ic", vectors[0], torch.stack(vectors[1:]))
-    gaps = scores[:, :1] - scores - labels[:, :1] + labels
-    return torch.cat([gaps[i, c[1:]] for i, c in enumerate(CANDIDATES)]).square().mean()
-
-
 def objective(term, **losses):
     return SpladeObjective({term: 1.0}, **{"info_nce": InfoNCELoss(**DOT), **losses})
 
@@ -85,7 +79,7 @@ CASES = {
     "info_nce": (InfoNCELoss(**DOT), softmax(True, True)),
     "info_nce of own": (InfoNCELoss(**DOT, in_batch=False), softmax(False, False)),
     "triplet_margin": (TripletMarginLoss(similarity="dot"), of_rows(hinge)),
-    "margin_mse": (MarginMSELoss(), all_errors),
+    "margin_mse": (MarginMSELoss(), of_rows(error)),
     "ranknet": (RankNetLoss(), of_rows(ordered)),
     "objective, info_nce": (objective("info_nce"), softmax(True, False)),
     "objective, margin_mse": (objective("margin_mse"), of_rows(error)),
