@@ -51,16 +51,19 @@ class Texts(NamedTuple):
 
         Shorter ids and masks are padded with zeros.
         """
-        activations, *others = [_joined(a, b) for a, b in zip(self, other, strict=True)]
-        assert activations is not None
-        return Texts(activations, *others)
+        pairs = zip(Texts._fields, self, other, strict=True)
+        fields: dict[str, Any] = {
+            name: _joined(one, two, pads=name in ("input_ids", "attention_mask"))
+            for name, one, two in pairs
+        }
+        return Texts(**fields)
 
 
-def _joined(one: Tensor | None, two: Tensor | None) -> Tensor | None:
+def _joined(one: Tensor | None, two: Tensor | None, *, pads: bool) -> Tensor | None:
     if one is None or two is None:
         return None
     missing = one.shape[-1] - two.shape[-1]
-    if missing:
+    if missing and pads:
         one, two = nnf.pad(one, (0, max(0, -missing))), nnf.pad(two, (0, max(0, missing)))
     return torch.cat([one, two])
 
