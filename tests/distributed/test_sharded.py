@@ -100,7 +100,7 @@ def compare(rank: int, folder: Path) -> dict[str, Any]:
     shard(model)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     weight = model.head.weight  # still sharded, and not as a vocabulary is
-    with pytest.raises(RuntimeError, match="same `hidden` .* call the wrapped module itself"):
+    with pytest.raises(RuntimeError, match=r"same `hidden` .* call the wrapped module itself"):
         splade_head(torch.randn(2, 3, weight.shape[1], dtype=weight.dtype) + rank, weight)
     sharded = Training(model, slice(rank * ROWS, (rank + 1) * ROWS))
     totals = [(sharded.step(number), plain.step(number)) for number in range(STEPS)]
