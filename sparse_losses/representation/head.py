@@ -49,7 +49,8 @@ def splade_head(
 
     $h_{is}$ are the hidden states of text $i$, $e_j$ and $b_j$ the row and bias of token $j$ in the
     vocabulary projection, $g$ the gate (1 without one). The result equals
-    ``splade_pool(hidden @ weight.T + bias, attention_mask)``, without ever storing ``[B, S, V]``.
+    ``splade_pool(hidden @ weight.T + bias, attention_mask)``; only ``impl="definition"`` stores
+    ``[B, S, V]``.
     Of equal scores the first position gets the gradient on the CPU, any position elsewhere.
 
     The head is a layer of the model. On an accelerator it multiplies hidden states and weight in
