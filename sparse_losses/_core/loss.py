@@ -134,7 +134,7 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if is_wrong or first not in arguments:
                 return function(*args, **kwargs)  # Python raises the error
             has_dtensor = any(is_dtensor(x) for x in arguments.values())
-            if has_dtensor and torch.compiler.is_compiling():  # it fails at some of their operators
+            if has_dtensor and torch.compiler.is_compiling():  # the compiler fails there
                 return torch.compiler.disable(checked)(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
             try:
                 if kwargs:

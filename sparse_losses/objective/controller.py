@@ -104,7 +104,7 @@ class SparsityController:
         these are known: more would not act sooner, and then far too strongly.
     3. It brakes as soon as a fall would end below the target, while texts die, and while a ranking
        loss that had learned is back at chance: if need be, down to 0. After the latter, FLOPS
-       starts again at a third of the share of the ranking terms that undid them, and may rise.
+       over the ranking terms is at most a third of the ratio that undid them; the bound then rises.
 
     Rows without any active dimension are dead; those that were dead from the first steps on (texts
     of unknown tokens) do not count. If all rows stay dead, training cannot recover, and

@@ -192,6 +192,7 @@ class SpladeObjective(nn.Module):
 
     def forward(self, batch: SpladeBatch) -> ObjectiveOutput:
         """Return the weighted sum and the value of every active term."""
+        # The compiler fails at operators of DTensors; mypy does not know the type of `disable`.
         if torch.compiler.is_compiling() and any(map(is_dtensor, _tensors(batch).values())):
             return torch.compiler.disable(self.forward)(batch)  # type: ignore[no-any-return, no-untyped-call]
         terms = self.terms(batch)

@@ -330,8 +330,9 @@ class SpladeEncoder(nn.Module):
                 ``"tokens"``: a list of dicts of positive weights by token, the largest first.
             batch_size: Texts per batch; texts of similar length share a batch.
             prune_ratio: The share of a text's largest weight, in [0, 1), below which weights are
-                dropped. ``None``: the encoder's, as for ``max_active_dims``.
-            max_active_dims: The largest number of weights to keep per text.
+                dropped. ``None``: the encoder's ``prune_ratio``.
+            max_active_dims: The largest number of weights to keep per text. ``None``: the
+                encoder's ``max_active_dims``.
             show_progress: Whether to show a progress bar; ``None``: in a terminal.
 
         Raises:
@@ -503,7 +504,7 @@ class SpladeEncoder(nn.Module):
         max_length: int | None = None,
         **options: Any,
     ) -> "SpladeEncoder":
-        """Load an encoder, in evaluation mode, that ``save_pretrained`` wrote, or a language model.
+        """Load a saved encoder, or a language model, in evaluation mode.
 
         Args:
             name_or_path: A folder, or a name on the Hugging Face Hub.

@@ -108,7 +108,7 @@ def splade_head(
     if any(is_dtensor(x) for x in (hidden, weight, bias, attention_mask, gate, threshold)):
         if sparse_grad:
             raise ValueError("expected sparse_grad=False with a DTensor, whose gradient is dense")
-        if is_dtensor(weight) and not is_dtensor(hidden):
+        if is_dtensor(weight) and not is_dtensor(hidden):  # of whose attributes mypy knows none
             check_replicated("hidden", hidden, weight.device_mesh)  # type: ignore[attr-defined]
         of_parts = functools.partial(
             splade_head,

@@ -18,7 +18,7 @@ from sparse_losses.representation.head import SpladeHead
 
 
 def use_splade_head(sparse_encoder: Any) -> Any:
-    """Compute the vectors of a ``SparseEncoder``, which is returned, by ``splade_head``.
+    """Compute the vectors of a ``SparseEncoder`` by ``splade_head``; return the encoder.
 
     ``[B, S, V]`` is then never stored, and vectors and gradients are the same. They are fp32, also
     where the model is in half precision. The pooling's ``chunk_size`` has no effect. The saved
