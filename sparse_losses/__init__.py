@@ -1,5 +1,6 @@
 """PyTorch losses for learned sparse retrievers and contrastive encoders."""
 
+from sparse_losses.losses._mix_teachers import mix_teachers
 from sparse_losses.losses._mutual_information import mutual_information_lower_bound
 from sparse_losses.losses.distillation import DistillationLoss, distillation_loss
 from sparse_losses.losses.flops import FlopsLoss, flops_loss
@@ -13,6 +14,7 @@ from sparse_losses.losses.info_nce import (
 )
 from sparse_losses.losses.language_penalty import LanguagePenaltyLoss, language_penalty_loss
 from sparse_losses.losses.margin_mse import MarginMSELoss, margin_mse_loss
+from sparse_losses.losses.masked_logit_mse import MaskedLogitMSELoss, masked_logit_mse_loss
 from sparse_losses.losses.min_activation import MinActivationLoss, min_activation_loss
 from sparse_losses.losses.n_pair import NPairLoss, n_pair_loss
 from sparse_losses.losses.nws import NWSLoss, nws_loss
@@ -81,6 +83,7 @@ __all__ = [
     "LabelQueue",
     "LanguagePenaltyLoss",
     "MarginMSELoss",
+    "MaskedLogitMSELoss",
     "MinActivationLoss",
     "NPairLoss",
     "NWSLoss",
@@ -121,7 +124,9 @@ __all__ = [
     "language_penalty_loss",
     "language_token_ids",
     "margin_mse_loss",
+    "masked_logit_mse_loss",
     "min_activation_loss",
+    "mix_teachers",
     "mutual_information_lower_bound",
     "n_pair_loss",
     "nws_loss",

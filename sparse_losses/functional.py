@@ -1,5 +1,6 @@
 """All functions of the package: ``import sparse_losses.functional as F``."""
 
+from sparse_losses.losses._mix_teachers import mix_teachers
 from sparse_losses.losses._mutual_information import mutual_information_lower_bound
 from sparse_losses.losses.distillation import distillation_loss
 from sparse_losses.losses.flops import flops_loss
@@ -7,6 +8,7 @@ from sparse_losses.losses.idf_flops import idf_flops_loss
 from sparse_losses.losses.info_nce import false_negative_mask, info_nce_from_scores, info_nce_loss
 from sparse_losses.losses.language_penalty import language_penalty_loss
 from sparse_losses.losses.margin_mse import margin_mse_loss
+from sparse_losses.losses.masked_logit_mse import masked_logit_mse_loss
 from sparse_losses.losses.min_activation import min_activation_loss
 from sparse_losses.losses.n_pair import n_pair_loss
 from sparse_losses.losses.nws import nws_loss
@@ -49,7 +51,9 @@ __all__ = [
     "language_penalty_loss",
     "language_token_ids",
     "margin_mse_loss",
+    "masked_logit_mse_loss",
     "min_activation_loss",
+    "mix_teachers",
     "mutual_information_lower_bound",
     "n_pair_loss",
     "nws_loss",

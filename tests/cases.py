@@ -260,6 +260,12 @@ LOSSES = {
             },
         ),
         Loss(
+            "masked_logit_mse",
+            "MaskedLogitMSELoss",
+            "(student_logits, teacher_logits, *, threshold=0.0, gather=False, reduction='mean')",
+            {"student_logits": "B V, grad, private", "teacher_logits": "B V, private"},
+        ),
+        Loss(
             "nws",
             "NWSLoss",
             "(query, query_labels, prototype, label_similarity, *, key=None, key_labels=None, "
@@ -722,6 +728,14 @@ def _scores(mask: bool = False, infinite: bool = False):
     return make
 
 
+def _two_logits(rng: np.random.Generator, batch: int) -> Arrays:
+    logits = {f"{whose}_logits": rng.normal(size=(batch, V)) for whose in ("student", "teacher")}
+    for x in logits.values():
+        x[3:4] = -np.abs(x[3:4])  # a row that neither activates
+    logits["student_logits"][:1] = np.linspace(5.8, 6.8, V)  # thresholds up here count, too
+    return logits
+
+
 def _score_table(candidates: bool = False, several: bool = False):
     def make(rng: np.random.Generator, batch: int) -> Arrays:
         arrays: Arrays = {"scores": rng.normal(size=(batch, C)) * 3}
@@ -915,6 +929,8 @@ BASE_CASES = (
     Case("margin_mse", "infinite", _margins(infinite=True)),
     Case("margin_mse", "several", _margins(several=True)),
     Case("margin_mse", "ragged", _margins(several=True, mask=True)),
+    Case("masked_logit_mse", "plain", _two_logits),
+    Case("masked_logit_mse", "threshold", _two_logits, {"threshold": 0.5}),
     Case("ranknet", "plain", _scores(), {"temperature": 0.7}),
     Case("ranknet", "masked", _scores(mask=True)),
     Case("ranknet", "infinite", _scores(True, True)),

@@ -534,6 +534,16 @@ def margin_mse(
     return _rows(rows)
 
 
+def masked_logit_mse(student_logits, teacher_logits, *, threshold=0.0) -> Rows:
+    """The mean of ``(z - t)^2`` over the dimensions where either is above the threshold."""
+    rows: list[float | None] = []
+    for student, teacher in zip(student_logits, teacher_logits, strict=True):
+        pairs = zip(student, teacher, strict=True)
+        squares = [float((z - t) ** 2) for z, t in pairs if z > threshold or t > threshold]
+        rows.append(math.fsum(squares) / len(squares) if squares else None)
+    return _rows(rows)
+
+
 def ranknet(student_scores, teacher_scores, *, candidate_mask=None, temperature=1.0) -> Rows:
     """The mean over ordered pairs of ``log(1 + exp(-(s_a - s_b) / T))``."""
     rows: list[float | None] = []

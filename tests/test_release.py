@@ -169,8 +169,10 @@ def test_the_sdist_lists_everything_that_is_tracked():
 
 def test_check_wheel_finds_extra_and_missing_files():
     data = [f"sparse_losses/{name}" for name in check_wheel.DATA]
-    right = [*data, "sparse_losses/a.py", "sparse_losses-1.dist-info/METADATA"]
+    metadata = [f"sparse_losses-1.dist-info/{name}" for name in ("METADATA", "sboms/a.cdx.json")]
+    right = [*data, "sparse_losses/a.py", *metadata]
     assert check_wheel.wrong_in_wheel(right) == []
+    assert check_wheel.wrong_in_wheel(right[:-1]) == ["the bill of materials is missing"]
     for name in ("tests/a.py", "examples/demo/__main__.py", "sparse_losses/a.svg"):
         assert check_wheel.wrong_in_wheel([*right, name]) == [f"{name} is in the wheel"]
     assert check_wheel.wrong_in_wheel(right[1:]) == [f"{data[0].rpartition('/')[2]} is missing"]

@@ -5,6 +5,7 @@
 FOLDER holds the wheel, the sdist, and the installed wheel in `site`.
 """
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -31,6 +32,8 @@ def wrong_in_wheel(names: list[str]) -> list[str]:
         or not (name.endswith(".py") or name.rpartition("/")[2] in DATA)
     ]
     missing = DATA - {name.rpartition("/")[2] for name in files}
+    if not any(re.search(r"\.dist-info/sboms/[^/]+\.cdx\.json$", name) for name in names):
+        missing |= {"the bill of materials"}
     return [*(f"{name} is in the wheel" for name in wrong), *(f"{n} is missing" for n in missing)]
 
 

@@ -1,0 +1,88 @@
+"""Masked logit MSE: a student's logits follow a teacher's where either is active (MILCO, 2025)."""
+
+import torch
+from torch import Tensor
+
+from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.reduction import Reduction, reduce
+
+
+@loss(student_logits="B V", teacher_logits="B V, detached", threshold="finite")
+def masked_logit_mse_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    threshold: float = 0.0,
+    gather: bool = False,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""Mean squared difference of two texts' logits over the dimensions that either activates.
+
+    $$\ell_i = \frac{1}{\lvert A_i \rvert} \sum_{j \in A_i} (z_{ij} - t_{ij})^2
+    \qquad A_i = \{j : z_{ij} > \theta \text{ or } t_{ij} > \theta\}$$
+
+    $z_{ij}$ is the student's pooled logit of token $j$ for text $i$, $t_{ij}$ the teacher's,
+    $\theta$ the ``threshold``. A dimension that neither activates has no term: the student need not
+    copy how far below zero it is there.
+
+    Args:
+        student_logits: ``[B, V]`` floating; signed, as ``return_logits=True`` of the head gives
+            them: activations have no gradient where the student should become active.
+        teacher_logits: ``[B, V]``, over the same vocabulary; detached.
+        threshold: $\theta$, finite, on the scale of the logits.
+        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
+            same number of rows (see ``sparse_losses.distributed``).
+        reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
+
+    Returns:
+        fp32 (fp64 for fp64 inputs), 0-d or ``[B]``, >= 0. A row without an active dimension is not
+        valid: its loss is 0, without a gradient.
+
+    Raises:
+        ValueError: for wrong shapes, devices or hyperparameters.
+        TypeError: for wrong dtypes.
+
+    Examples:
+        >>> import torch
+        >>> from sparse_losses.functional import masked_logit_mse_loss
+        >>> student = torch.tensor([[1.0, -1.0, -5.0]])
+        >>> teacher = torch.tensor([[3.0, 1.0, -2.0]])
+        >>> masked_logit_mse_loss(student, teacher)  # (4 + 4) / 2
+        tensor(4.)
+
+    References:
+        MILCO: Learned Sparse Retrieval Across Languages via a Multilingual Connector.
+    """
+    # A NaN of either side is not silent. A number that is subtracted compiles once for all values.
+    is_silent = torch.maximum(student_logits.detach(), teacher_logits) - threshold <= 0.0
+    difference = torch.where(is_silent, 0.0, student_logits - teacher_logits)
+    num_active = (~is_silent).sum(1)
+    values = difference.square().sum(1) / num_active.clamp(min=1)
+    return reduce(values, reduction, num_active > 0, gather, zeroed=True)
+
+
+class MaskedLogitMSELoss(LossModule):
+    """Module of ``masked_logit_mse_loss``.
+
+    Examples:
+        >>> import torch
+        >>> from sparse_losses import MaskedLogitMSELoss
+        >>> MaskedLogitMSELoss()(torch.tensor([[2.0, -1.0]]), torch.tensor([[5.0, -3.0]]))
+        tensor(9.)
+    """
+
+    threshold: float
+
+    def __init__(
+        self, *, threshold: float = 0.0, gather: bool = False, reduction: Reduction = "mean"
+    ) -> None:
+        super().__init__(
+            masked_logit_mse_loss, threshold=threshold, gather=gather, reduction=reduction
+        )
+
+    def forward(
+        self, student_logits: Tensor, teacher_logits: Tensor, *, gather: bool | None = None
+    ) -> Tensor:
+        """Return the loss; the tensors are those of the function."""
+        options = self.hyperparameters(gather=gather)
+        return masked_logit_mse_loss(student_logits, teacher_logits, **options)
