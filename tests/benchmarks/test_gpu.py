@@ -12,7 +12,7 @@ pytest.importorskip("rich")
 
 from benchmarks import __main__ as command
 from benchmarks.studies import training_step
-from tools.on_device import on_device
+from tests.on_device import on_device
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -81,5 +81,5 @@ FIGURES = {
         f"benchmarks_{name}{width}": functools.partial(benchmarks_peers, file=file, stacked=stacked)
         for name, file in (("peers", "cpu-quick.csv"), ("gpu", "cuda-gpu.csv"))
         for width, stacked in (("", False), ("_narrow", True))
-    },
+    }
 }
