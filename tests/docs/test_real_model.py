@@ -69,6 +69,8 @@ def test_the_page_names_the_models_columns_and_data_that_are_tested():
     assert blocks()[0].count(CASES["distilbert"][0]) == 1
 
 
+@pytest.mark.filterwarnings("ignore:the thresholds of")
+@pytest.mark.filterwarnings("ignore:sentence-transformers does not apply")
 @pytest.mark.parametrize("architecture", list(CASES))
 def test_the_page_trains_saves_and_evaluates(architecture, tmp_path, monkeypatch):
     model, _, data, first_column = CASES[architecture]
