@@ -143,6 +143,8 @@ def ranking(*documents: str) -> str:
         if row["asked_document"] in documents:
             number = f"{float(row['asked_query']):.0f}, {row['asked_document']}"
             way = row["arm"].split(", ")[-1]
+            way = re.sub(r"^gain (\d+) by .*", r"FLOPS by an integral gain to \1", way)
+            way = re.sub(r"^topk (\d+) from", r"BatchTopK to \1 from", way)
             collections[row["collection"]] = None
             runs.setdefault((row["model"], number, way, row["steps"]), []).append(row)
     rows = []
