@@ -32,7 +32,6 @@ WRAPPED: dict[Any, Callable[..., Any]] = {
     torch.ops.sparse_losses.head_picked.default: head_tiles._picked,
     torch.ops.sparse_losses.head_spread.default: head_tiles._spread,
     torch.ops.sparse_losses.head_packed.default: head._packed_logits,
-    torch.ops.sparse_losses.head_packed_backward.default: head._packed_gradients,
 }
 
 

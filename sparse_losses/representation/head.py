@@ -1,6 +1,5 @@
 """The SPLADE head: from hidden states to sparse vectors without storing ``[B, S, V]``."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -9,15 +8,19 @@ from torch import Tensor, nn
 
 from sparse_losses._core.activation import Activation, check_threshold, splade_activation
 from sparse_losses._core.checks import check_number, check_shapes, values_can_be_checked
-from sparse_losses._core.dtensors import check_replicated, is_dtensor, on_parts
 from sparse_losses._core.implementations import Arguments, Implementation, choose
 from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import compute_dtype
-from sparse_losses.fast.head import packed_head
-from sparse_losses.fast.head_tiles import product_dtype, tiled_head
+from sparse_losses.fast.head import packed_entries, packed_head
+from sparse_losses.fast.head_entries import csr_head
+from sparse_losses.fast.head_tiles import product_dtype, tiled_entries, tiled_head
 from sparse_losses.representation._language_model import adapted_weight, head_of
 
 Impl = Literal["auto", "definition", "packed", "tiles"]
+
+# Logits of all positions up to which the definition is the fastest, on a CPU.
+SMALL = 1 << 17
 
 
 @loss(
@@ -39,6 +42,7 @@ def splade_head(
     softcap: float | None = None,
     threshold: float | Tensor | None = None,
     return_logits: bool = False,
+    layout: torch.layout = torch.strided,
     sparse_grad: bool = False,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -69,17 +73,22 @@ def splade_head(
             gate is not above it is 0. Numbers below 0 act as 0.
         return_logits: also return the signed pooled logits after the gate, for losses that must
             reach inactive tokens. Memory then holds the arg-max of all entries.
+        layout: ``torch.sparse_csr`` returns a CSR tensor of the active entries, from which losses
+            that take one go back to these entries. ``[B, V]`` is not stored, nor is its gradient.
+            On an accelerator the host waits for the number of entries.
         sparse_grad: give ``weight`` a sparse gradient of the rows with an active entry, as
             ``nn.Embedding(sparse=True)`` does (by ``"packed"``). Compiled, the gradient is dense.
         impl: how to compute the value; all implementations give the same value and gradient.
             ``"definition"`` stores the logits of all positions. ``"packed"`` is for the CPU and
             skips padding and inactive entries. ``"tiles"`` never waits for the device. ``"auto"``
-            uses ``"packed"`` on the CPU and for ``sparse_grad``, else ``"tiles"``.
+            uses ``"packed"`` on the CPU and for ``sparse_grad``, else ``"tiles"``; for few logits
+            on a CPU, ``"definition"``.
 
     Returns:
         Activations ``[B, V]`` >= 0, fp32 (fp64 if a tensor is fp64); with ``return_logits`` a pair
         with the pooled logits. Rows without any attended position are 0 in both and have no
-        gradient. Second derivatives work; ``torch.func`` transforms use the definition.
+        gradient. Second derivatives work; ``torch.func`` transforms use the definition. With
+        ``layout=torch.sparse_csr`` eager mode, first derivatives and no ``return_logits``.
 
     Raises:
         ValueError: for wrong shapes or devices, a mask that is not 0/1, a gate outside [0, 1], an
@@ -105,30 +114,10 @@ def splade_head(
     check_threshold(threshold, weight.shape[0])
     if impl == "definition" and sparse_grad:
         raise ValueError('expected sparse_grad=False with impl="definition"')
-    if any(is_dtensor(x) for x in (hidden, weight, bias, attention_mask, gate, threshold)):
-        if sparse_grad:
-            raise ValueError("expected sparse_grad=False with a DTensor, whose gradient is dense")
-        if is_dtensor(weight) and not is_dtensor(hidden):  # of whose attributes mypy knows none
-            check_replicated("hidden", hidden, weight.device_mesh)  # type: ignore[attr-defined]
-        of_parts = functools.partial(
-            splade_head,
-            activation=activation,
-            softcap=softcap,
-            threshold=threshold,
-            return_logits=return_logits,
-            impl=impl,
-        )
-        outputs: Tensor | tuple[Tensor, Tensor] = on_parts(
-            of_parts,
-            "B V",
-            hidden=(hidden, "B S H"),
-            weight=(weight, "V H"),
-            bias=(bias, "V"),
-            attention_mask=(attention_mask, "B S"),
-            gate=(gate, "B V"),
-            threshold=(threshold if isinstance(threshold, Tensor) else None, "V"),
-        )
-        return outputs
+    if layout not in (torch.strided, torch.sparse_csr):
+        raise ValueError(f"expected `layout` to be torch.strided or torch.sparse_csr, got {layout}")
+    if layout == torch.sparse_csr and return_logits:
+        raise ValueError("expected return_logits=False with layout=torch.sparse_csr")
     arguments: dict[str, Any] = {
         "hidden": hidden,
         "weight": weight,
@@ -139,7 +128,9 @@ def splade_head(
         "return_logits": return_logits,
         "sparse_grad": sparse_grad,
     }
-    chosen = choose(IMPLEMENTATIONS, impl, arguments)
+    chosen = choose(IMPLEMENTATIONS, impl, {**arguments, "layout": layout})
+    if layout == torch.sparse_csr:
+        return _as_csr(chosen, arguments, activation, softcap, threshold)
     compute: Callable[..., Any] = _definition if chosen is None else chosen.compute
     logits, absent = compute(**arguments)
     return splade_activation(
@@ -178,6 +169,24 @@ def _definition(
     return highest if bias is None else highest + bias, absent
 
 
+def _as_csr(
+    chosen: Implementation | None,
+    arguments: dict[str, Any],
+    activation: Activation,
+    softcap: float | None,
+    threshold: float | Tensor | None,
+) -> Tensor:
+    if chosen is None or not can_bring_its_gradient(arguments["hidden"], arguments["weight"]):
+        raise ValueError(
+            'expected eager mode and impl="packed" or "tiles" with layout=torch.sparse_csr, got '
+            "the definition, a compiled or an exported call, or a transform of torch.func"
+        )
+    del arguments["return_logits"]
+    find = packed_entries if chosen.name == "packed" else tiled_entries
+    options = {"activation": activation, "softcap": softcap, "threshold": threshold}
+    return csr_head(find, **arguments, **options)
+
+
 def _check_gate(gate: Tensor | None) -> None:
     if gate is None or not values_can_be_checked(gate) or gate.numel() == 0:
         return
@@ -197,14 +206,35 @@ def _tiles_unsupported_reason(arguments: Arguments) -> str | None:
     return None
 
 
+def _is_sparse(arguments: Arguments) -> bool:
+    """Whether the activations or, in eager mode, the weight's gradient are sparse."""
+    is_grad = arguments["sparse_grad"] and not torch.compiler.is_compiling()
+    return bool(arguments["layout"] == torch.sparse_csr or is_grad)
+
+
 def _prefers_packed(arguments: Arguments) -> bool:
-    is_sparse = arguments["sparse_grad"] and not torch.compiler.is_compiling()
-    return bool(arguments["hidden"].device.type == "cpu" or is_sparse)
+    if arguments["hidden"].device.type == "cpu":
+        return not _prefers_definition(arguments)
+    return bool(arguments["sparse_grad"]) and _is_sparse(arguments)
+
+
+def _prefers_definition(arguments: Arguments) -> bool:
+    hidden = arguments["hidden"]
+    if hidden.device.type != "cpu" or torch.compiler.is_compiling() or _is_sparse(arguments):
+        return False
+    batch, length, _ = hidden.shape
+    return bool(batch * length * len(arguments["weight"]) <= SMALL)
 
 
 IMPLEMENTATIONS = (
     Implementation("packed", lambda *_: None, _prefers_packed, packed_head, compiles=True),
-    Implementation("tiles", _tiles_unsupported_reason, lambda *_: True, tiled_head, compiles=True),
+    Implementation(
+        "tiles",
+        _tiles_unsupported_reason,
+        lambda arguments: not _prefers_definition(arguments),
+        tiled_head,
+        compiles=True,
+    ),
 )
 
 
@@ -219,10 +249,12 @@ class SpladeHead(LossModule):
         bias: ``[V]``.
         transform: layers that are applied to the hidden states first, ``[B, S, H]`` to
             ``[B, S, H]``, as a masked language model has before its vocabulary projection.
-        activation: as in the function, like ``softcap``, ``threshold``, ``sparse_grad``, ``impl``.
+        activation: as in the function, like ``softcap``, ``threshold``, ``layout``,
+            ``sparse_grad`` and ``impl``.
         softcap: the soft cap of the model, if it caps its logits.
         threshold: a number or ``[V]``.
         logit_scale: a constant factor > 0 on the logits, before the soft cap.
+        layout: ``torch.strided`` or ``torch.sparse_csr``.
         sparse_grad: whether the weight's gradient is sparse.
         impl: how to compute the value.
 
@@ -250,6 +282,7 @@ class SpladeHead(LossModule):
         softcap: float | None = None,
         threshold: float | Tensor | None = None,
         logit_scale: float = 1.0,
+        layout: torch.layout = torch.strided,
         sparse_grad: bool = False,
         impl: Impl = "auto",
     ) -> None:
@@ -258,6 +291,7 @@ class SpladeHead(LossModule):
             activation=activation,
             softcap=softcap,
             threshold=threshold,
+            layout=layout,
             sparse_grad=sparse_grad,
             impl=impl,
         )
@@ -289,7 +323,7 @@ class SpladeHead(LossModule):
             model: A masked or causal language model whose layers between hidden states and logits
                 are a chain that ends in a linear map, or a ``PeftModel`` around it. LoRA adapters
                 on that map are part of the product.
-            **options: ``activation``, ``threshold``, ``sparse_grad`` and ``impl``, as in the class.
+            **options: ``activation``, ``threshold``, ``layout``, ``sparse_grad`` and ``impl``.
 
         Raises:
             TypeError: if the model is no language model, has other layers, or has other adapters

@@ -20,7 +20,7 @@ from benchmarks.run.launches import Launches
 from sparse_losses import SpladeHead
 from sparse_losses._core.loss import _as_layer
 from sparse_losses.fast import head as packed_head
-from sparse_losses.fast import head_tiles
+from sparse_losses.fast import head_entries, head_tiles
 from sparse_losses.functional import splade_head
 from tests.representation import head_oracle as oracle
 from tests.strategies import seeds
@@ -337,18 +337,20 @@ def generic() -> dict:
 
 
 @pytest.mark.cpu_only
-def test_auto_is_packed_on_the_cpu_and_tiles_elsewhere():
-    tensors = example(torch.float32)
-    there = {name: x.to("meta") for name, x in tensors.items()}
-    for inputs, impl, expected in (
-        (tensors, "definition", set()),
-        (tensors, "packed", {"head_packed"}),
-        (tensors, "tiles", {"head_maxima"}),
-        (tensors, "auto", {"head_packed"}),
-        (there, "auto", {"head_maxima"}),
+def test_auto_is_packed_on_the_cpu_but_for_few_logits_and_tiles_elsewhere():
+    small, large = example(torch.float32), example(torch.float32, vocab=(1 << 17) // 15 + 1)
+    there = {name: x.to("meta") for name, x in small.items()}
+    for inputs, options, expected in (
+        (small, {"impl": "definition"}, set()),
+        (small, {"impl": "packed"}, {"head_packed"}),
+        (small, {"impl": "tiles"}, {"head_maxima"}),
+        (small, {}, set()),
+        (small, {"sparse_grad": True}, {"head_packed"}),
+        (large, {}, {"head_packed"}),
+        (there, {}, {"head_maxima"}),
     ):
         with Launches() as seen:
-            splade_head(**inputs, impl=impl)
+            splade_head(**inputs, **options)
         assert seen.custom == expected
 
 
@@ -391,9 +393,7 @@ def test_options_compile_into_one_graph(flags, backend, dtype):
     close(actual, gradients(weigh_all(expected), leaves), rtol=rtol, atol=rtol)
 
 
-@pytest.mark.parametrize(
-    "operator", ["head_maxima", "head_picked", "head_spread", "head_packed", "head_packed_backward"]
-)
+@pytest.mark.parametrize("operator", ["head_maxima", "head_picked", "head_spread", "head_packed"])
 @pytest.mark.parametrize("bare", [False, True])
 def test_operators_pass_opcheck(operator, bare, monkeypatch):
     """With fp32 states, fp64 results and five tiles; bare without mask or bias."""
@@ -409,14 +409,11 @@ def test_operators_pass_opcheck(operator, bare, monkeypatch):
     place = torch.randint(0, 5, (3, 23), dtype=torch.uint8)
     upstream = torch.randn(3, 23, dtype=f64)
     arguments = {
-        "head_maxima": (*both, *around, f64, f64, True),
+        "head_maxima": (*both, bias, tensors["gate"], *around, f64, f64, True, not bare),
         "head_picked": (place, *both, *around, f64, f64),
-        "head_spread": (upstream.requires_grad_(), place, *both, *around, f64, [True, True]),
+        "head_spread": (upstream.requires_grad_(), place, *both, *around, f64, [True, True], 69),
         "head_packed": (*both, bias, tensors["gate"], attended, f64, False, False),
-        "head_packed_backward": (upstream, place, *both, bias, [True, True, not bare]),
     }[operator]
-    if operator == "head_packed_backward":  # has no derivative
-        arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
     torch.library.opcheck(getattr(torch.ops.sparse_losses, operator).default, arguments)
 
 
@@ -483,17 +480,16 @@ def test_scores_and_rows_of_a_tile_stay_within_the_budget_or_are_one_row(tokens,
 
 def test_half_precision_weight_is_cast_in_blocks():
     """The gradient of the states is summed in fp32, without an fp32 copy of the weight."""
-    block, width = packed_head.BLOCK, 64
+    block, width = head_entries.BLOCK, 64
     weight = torch.ones(3 * block, width, dtype=torch.bfloat16)
     hidden = torch.ones(1, 1, width, dtype=torch.bfloat16)
-    upstream = torch.ones(1, len(weight))
-    place = torch.zeros(1, len(weight), dtype=torch.uint8)
-    inputs = upstream, place, hidden, weight, None
+    column = torch.arange(len(weight), dtype=torch.int32)
+    entries = head_entries.Entries(column, torch.zeros_like(column), torch.ones(len(weight)))
     with Launches("cpu") as seen:
-        grad_hidden, _, _ = packed_head.packed_gradients(*inputs, [True, False, False])
+        grad_hidden, _ = head_entries.gradients_at(entries, hidden, weight, [True, False], False)
     assert seen.largest == block * width
     assert (grad_hidden == len(weight)).all()
-    _, grad_weight, _ = packed_head.packed_gradients(*inputs, [False, True, False])
+    _, grad_weight = head_entries.gradients_at(entries, hidden, weight, [False, True], False)
     assert (grad_weight == 1).all()
 
 

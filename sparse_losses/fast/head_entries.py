@@ -1,0 +1,220 @@
+"""The head at its active entries: their gradients, and their CSR matrix.
+
+An entry is a text and a column of the vocabulary. Its logit is the dot product of one hidden state,
+at the position of the maximum, and one row of the weight. So the gradients are sums over entries:
+of rows of the weight for each token of the batch, and of hidden states for each row of the weight.
+They cost what the entries cost, and positions without an entry, padding too, are not multiplied.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparse_losses._core.activation import splade_activation
+from sparse_losses.fast.sparse import csr, sum_bags
+
+# Rows of a half-precision weight that are cast at once, on the CPU.
+BLOCK = 4096
+
+
+class Entries(NamedTuple):
+    """Entries of ``[B, V]`` and the positions of their maxima."""
+
+    column: Tensor  # [m]
+    token: Tensor  # [m] index into the B * S positions
+    value: Tensor  # [m] the logit with its bias, or the gradient of the logit
+
+
+def places_of(mask: Tensor, size: int) -> Tensor:
+    """Return the indices where the flat mask is true; ``size`` of them without a wait.
+
+    On an accelerator, ``len(mask)`` stands for those that are fewer than ``size``.
+    """
+    if mask.is_cpu or size < 0:
+        return mask.nonzero()[:, 0].int()
+    numbers = torch.arange(1, size + 1, dtype=torch.int32, device=mask.device)
+    return torch.searchsorted(mask.cumsum(0, dtype=torch.int32), numbers, out_int32=True)
+
+
+def entries_of(upstream: Tensor, place: Tensor, length: int, size: int) -> Entries:
+    """Return the entries whose gradient is not 0, by column; a NaN is not 0.
+
+    They are at most ``size``, or any number if it is -1. Entries that fill up to ``size`` have
+    column ``V`` and token ``B * length``.
+    """
+    batch, vocab_size = upstream.shape
+    flat = places_of((upstream.T != 0).flatten(), size)
+    column, row = flat // batch, flat % batch
+    inside = column.clamp(max=vocab_size - 1)
+    token = torch.where(column < vocab_size, row * length + place[row, inside], batch * length)
+    return Entries(column, token.int(), upstream[row, inside])
+
+
+def gradients_at(
+    entries: Entries, hidden: Tensor, weight: Tensor, needs: Sequence[bool], sparse_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of hidden states and weight; empty where not needed.
+
+    The entries are sorted by column. The products are of the dtype of ``entries.value``.
+    """
+    column, token, factor = entries
+    (batch, length, width), vocab_size, dtype = hidden.shape, len(weight), factor.dtype
+    tokens = batch * length
+    grad_hidden, grad_weight = hidden.new_empty(0), weight.new_empty(0)
+    states = hidden.reshape(tokens, width).to(dtype)
+    state = token.clamp(max=tokens - 1)
+    if needs[1] and sparse_grad:
+        bounds = _bounds(column, vocab_size)
+        present = (bounds[1:-1] > bounds[:-2]).nonzero()[:, 0]
+        starts = torch.cat([bounds[:-2][present], bounds[-2:-1]])
+        values = sum_bags(state, states, starts, factor).to(weight.dtype)
+        grad_weight = torch.sparse_coo_tensor(
+            present[None], values, weight.shape, is_coalesced=True, check_invariants=False
+        )
+    elif needs[1]:
+        grad_weight = torch.empty_like(weight)
+    step = BLOCK if hidden.is_cpu and weight.dtype != dtype else vocab_size
+    firsts = range(0, vocab_size, step)
+    starts = [0]
+    if len(firsts) > 1:
+        starts = torch.searchsorted(column, torch.tensor(firsts, dtype=column.dtype)).tolist()
+    total = None
+    for first, (start, stop) in zip(
+        firsts, itertools.pairwise([*starts, len(column)]), strict=True
+    ):
+        part, rows = slice(start, stop), weight[first : first + step]
+        here = column[part] - first if first else column[part]
+        if needs[1] and not sparse_grad:
+            sums = _sums(here, state[part], states, factor[part], len(rows))
+            if len(firsts) == 1:
+                grad_weight = sums.to(weight.dtype)
+            else:
+                grad_weight[first : first + step] = sums
+        if needs[0]:
+            order = token[part].argsort(stable=True)
+            index = here.clamp(max=len(rows) - 1)[order]
+            sums = _sums(token[part][order], index, rows.to(dtype), factor[part][order], tokens)
+            total = sums if total is None else total.add_(sums)
+    if total is not None:
+        grad_hidden = total.view(hidden.shape).to(hidden.dtype)
+    return grad_hidden, grad_weight
+
+
+def _sums(bag: Tensor, index: Tensor, table: Tensor, factor: Tensor, bags: int) -> Tensor:
+    """Return ``[bags, H]``, the sums of ``factor * table[index]`` over the entries of a bag."""
+    return sum_bags(index, table, _bounds(bag, bags), factor)[:-1]
+
+
+def _bounds(index: Tensor, size: int) -> Tensor:
+    """Return the starts of ``0 .. size`` in the sorted ``index``, and its end, without a wait."""
+    values = torch.arange(size + 2, dtype=index.dtype, device=index.device)
+    return torch.searchsorted(index, values, out_int32=index.dtype == torch.int32)
+
+
+# ------------------------------------------------------------------------------------------------
+# A CSR matrix of the active entries
+
+
+def csr_head(
+    find: Callable[..., Entries],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    attended: Tensor | None,
+    gate: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    sparse_grad: bool,
+    threshold: float | Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """Return the activations ``[B, V]`` as a CSR tensor, from the entries that ``find`` returns."""
+    batch, length, _ = hidden.shape
+
+    def activations(column: Tensor, token: Tensor, logit: Tensor) -> Tensor:
+        gates = None if gate is None else gate[token // max(length, 1), column]
+        level = threshold[column] if isinstance(threshold, Tensor) else threshold
+        weights: Any = splade_activation(
+            logit, None, gates, threshold=level, return_logits=False, **options
+        )
+        return weights  # type: ignore[no-any-return]
+
+    def active() -> Entries:
+        column, token, logit = find(hidden, weight, bias, attended, gate, dtype)
+        column, token = column.long(), token.long()
+        if threshold is not None:
+            is_active = activations(column, token, logit) != 0
+            column, token, logit = column[is_active], token[is_active], logit[is_active]
+        order = (token // max(length, 1) * len(weight) + column).argsort()
+        return Entries(column[order], token[order], logit[order])
+
+    column, token, logit = _AtEntries.apply(hidden, weight, bias, active, sparse_grad)  # type: ignore[no-untyped-call]
+    values = activations(column, token, logit)
+    row = token // max(length, 1)
+    matrix: Tensor = _AsCsr.apply(values, row, column, (batch, len(weight)))  # type: ignore[no-untyped-call]
+    return matrix
+
+
+class _AtEntries(torch.autograd.Function):
+    """The logits at the entries that ``find`` returns, in its order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        find: Callable[[], Entries],
+        sparse_grad: bool,
+    ) -> tuple[Tensor, ...]:
+        column, token, logit = find()
+        ctx.save_for_backward(hidden, weight, bias, column, token)
+        ctx.sparse_grad = sparse_grad
+        ctx.mark_non_differentiable(column, token)
+        return column, token, logit
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, __: Any, upstream: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "expected create_graph=False with layout=torch.sparse_csr; second derivatives need "
+                "layout=torch.strided"
+            )
+        hidden, weight, bias, column, token = ctx.saved_tensors
+        grad_bias = None
+        if ctx.needs_input_grad[2]:
+            sums = upstream.new_zeros(len(weight)).index_add_(0, column, upstream)
+            grad_bias = sums.to(bias.dtype)
+        order = column.argsort(stable=True)
+        entries = Entries(column[order].int(), token[order].int(), upstream[order])
+        needs = ctx.needs_input_grad[:2]
+        both = gradients_at(entries, hidden, weight, needs, ctx.sparse_grad)
+        needed = [each if need else None for each, need in zip(both, needs, strict=True)]
+        return *needed, grad_bias, None, None
+
+
+class _AsCsr(torch.autograd.Function):
+    """A CSR matrix of entries in its order; its gradient has the same entries."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, row: Tensor, column: Tensor, shape: tuple[int, int]
+    ) -> Tensor:
+        ctx.save_for_backward(row, column)
+        return csr(row, column, values, shape)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        row, column = ctx.saved_tensors
+        if upstream.layout == torch.strided:
+            return upstream[row, column], None, None, None
+        values = upstream.values()
+        if len(values) != len(column):
+            raise ValueError(
+                f"expected a gradient with the {len(column)} entries of the activations, got "
+                f"{len(values)}"
+            )
+        return values, None, None, None
