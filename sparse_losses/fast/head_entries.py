@@ -6,7 +6,6 @@ of rows of the weight for each token of the batch, and of hidden states for each
 They cost what the entries cost, and positions without an entry, padding too, are not multiplied.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,9 +15,6 @@ from torch import Tensor
 from sparse_losses._core.activation import splade_activation
 from sparse_losses.fast.sparse import csr, sum_bags
 
-# Rows of a half-precision weight that are cast at once, on the CPU.
-BLOCK = 4096
-
 
 class Entries(NamedTuple):
     """Entries of ``[B, V]`` and the positions of their maxima."""
@@ -26,6 +22,11 @@ class Entries(NamedTuple):
     column: Tensor  # [m]
     token: Tensor  # [m] index into the B * S positions
     value: Tensor  # [m] the logit with its bias, or the gradient of the logit
+
+
+def is_active(logit: Tensor, gate: Tensor | None) -> Tensor:
+    """Return which logits are active after the gate; a NaN is, so that it is visible."""
+    return ~((logit if gate is None else logit * gate) <= 0)
 
 
 def places_of(mask: Tensor, size: int) -> Tensor:
@@ -54,52 +55,38 @@ def entries_of(upstream: Tensor, place: Tensor, length: int, size: int) -> Entri
 
 
 def gradients_at(
-    entries: Entries, hidden: Tensor, weight: Tensor, needs: Sequence[bool], sparse_grad: bool
+    entries: Entries,
+    hidden: Tensor,
+    weight: Tensor,
+    needs: Sequence[bool],
+    sparse_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of hidden states and weight; empty where not needed.
 
     The entries are sorted by column. The products are of the dtype of ``entries.value``.
     """
     column, token, factor = entries
-    (batch, length, width), vocab_size, dtype = hidden.shape, len(weight), factor.dtype
-    tokens = batch * length
+    (batch, length, _), vocab_size, dtype = hidden.shape, len(weight), factor.dtype
     grad_hidden, grad_weight = hidden.new_empty(0), weight.new_empty(0)
-    states = hidden.reshape(tokens, width).to(dtype)
-    state = token.clamp(max=tokens - 1)
-    if needs[1] and sparse_grad:
-        bounds = _bounds(column, vocab_size)
-        present = (bounds[1:-1] > bounds[:-2]).nonzero()[:, 0]
-        starts = torch.cat([bounds[:-2][present], bounds[-2:-1]])
-        values = sum_bags(state, states, starts, factor).to(weight.dtype)
-        grad_weight = torch.sparse_coo_tensor(
-            present[None], values, weight.shape, is_coalesced=True, check_invariants=False
-        )
-    elif needs[1]:
-        grad_weight = torch.empty_like(weight)
-    step = BLOCK if hidden.is_cpu and weight.dtype != dtype else vocab_size
-    firsts = range(0, vocab_size, step)
-    starts = [0]
-    if len(firsts) > 1:
-        starts = torch.searchsorted(column, torch.tensor(firsts, dtype=column.dtype)).tolist()
-    total = None
-    for first, (start, stop) in zip(
-        firsts, itertools.pairwise([*starts, len(column)]), strict=True
-    ):
-        part, rows = slice(start, stop), weight[first : first + step]
-        here = column[part] - first if first else column[part]
-        if needs[1] and not sparse_grad:
-            sums = _sums(here, state[part], states, factor[part], len(rows))
-            if len(firsts) == 1:
-                grad_weight = sums.to(weight.dtype)
-            else:
-                grad_weight[first : first + step] = sums
-        if needs[0]:
-            order = token[part].argsort(stable=True)
-            index = here.clamp(max=len(rows) - 1)[order]
-            sums = _sums(token[part][order], index, rows.to(dtype), factor[part][order], tokens)
-            total = sums if total is None else total.add_(sums)
-    if total is not None:
-        grad_hidden = total.view(hidden.shape).to(hidden.dtype)
+    rows, row, num_rows, present = weight, column.clamp(max=vocab_size - 1), vocab_size, None
+    # On the CPU only the rows of a half-precision weight that are needed are cast.
+    if sparse_grad or (hidden.is_cpu and weight.dtype != dtype):
+        present, column = column.unique_consecutive(return_inverse=True)  # type: ignore[no-untyped-call]
+        rows, row, num_rows = weight[present], column, len(present)
+    if needs[1]:
+        states, state = hidden.flatten(0, 1).to(dtype), token.clamp(max=batch * length - 1)
+        grad_weight = _sums(column, state, states, factor, num_rows).to(weight.dtype)
+        if sparse_grad:
+            grad_weight = torch.sparse_coo_tensor(
+                present[None], grad_weight, weight.shape, is_coalesced=True, check_invariants=False
+            )
+        elif present is not None:
+            grad_weight = torch.zeros_like(weight).index_copy_(0, present.long(), grad_weight)
+    if needs[0]:
+        order = token.argsort(stable=True)
+        bag, index = token[order], row[order]
+        grad_hidden = _sums(bag, index, rows.to(dtype), factor[order], batch * length)
+        grad_hidden = grad_hidden.view(hidden.shape).to(hidden.dtype)
     return grad_hidden, grad_weight
 
 
@@ -111,7 +98,7 @@ def _sums(bag: Tensor, index: Tensor, table: Tensor, factor: Tensor, bags: int) 
 def _bounds(index: Tensor, size: int) -> Tensor:
     """Return the starts of ``0 .. size`` in the sorted ``index``, and its end, without a wait."""
     values = torch.arange(size + 2, dtype=index.dtype, device=index.device)
-    return torch.searchsorted(index, values, out_int32=index.dtype == torch.int32)
+    return torch.searchsorted(index, values).to(index.dtype)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The SPLADE head: from hidden states to sparse vectors without storing ``[B, S, V]``."""
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -12,9 +11,10 @@ from sparse_losses._core.implementations import Arguments, Implementation, choos
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import compute_dtype
-from sparse_losses.fast.head import packed_entries, packed_head
+from sparse_losses.fast.head import largest_logits
 from sparse_losses.fast.head_entries import csr_head
-from sparse_losses.fast.head_tiles import product_dtype, tiled_entries, tiled_head
+from sparse_losses.fast.head_packed import packed_entries
+from sparse_losses.fast.head_tiles import product_dtype, tiled_entries
 from sparse_losses.representation._language_model import adapted_weight, head_of
 
 Impl = Literal["auto", "definition", "packed", "tiles"]
@@ -131,8 +131,10 @@ def splade_head(
     chosen = choose(IMPLEMENTATIONS, impl, {**arguments, "layout": layout})
     if layout == torch.sparse_csr:
         return _as_csr(chosen, arguments, activation, softcap, threshold)
-    compute: Callable[..., Any] = _definition if chosen is None else chosen.compute
-    logits, absent = compute(**arguments)
+    if chosen is None:
+        logits, absent = _definition(**arguments)
+    else:
+        logits, absent = chosen.compute(impl=chosen.name, **arguments)
     return splade_activation(
         logits,
         absent,
@@ -226,14 +228,14 @@ def _prefers_definition(arguments: Arguments) -> bool:
     return bool(batch * length * len(arguments["weight"]) <= SMALL)
 
 
+def _prefers_tiles(arguments: Arguments) -> bool:
+    return not _prefers_definition(arguments)
+
+
 IMPLEMENTATIONS = (
-    Implementation("packed", lambda *_: None, _prefers_packed, packed_head, compiles=True),
+    Implementation("packed", lambda *_: None, _prefers_packed, largest_logits, compiles=True),
     Implementation(
-        "tiles",
-        _tiles_unsupported_reason,
-        lambda arguments: not _prefers_definition(arguments),
-        tiled_head,
-        compiles=True,
+        "tiles", _tiles_unsupported_reason, _prefers_tiles, largest_logits, compiles=True
     ),
 )
 
