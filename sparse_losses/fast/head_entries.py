@@ -16,12 +16,30 @@ from sparse_losses._core.activation import splade_activation
 from sparse_losses.fast.sparse import csr, sum_bags
 
 
+class Inputs(NamedTuple):
+    """What the head takes; ``dtype`` is that of its logits."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    attended: Tensor | None
+    gate: Tensor | None
+    dtype: torch.dtype
+
+
 class Entries(NamedTuple):
     """Entries of ``[B, V]`` and the positions of their maxima."""
 
     column: Tensor  # [m]
     token: Tensor  # [m] index into the B * S positions
     value: Tensor  # [m] the logit with its bias, or the gradient of the logit
+
+
+def product_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the product's operands: ``dtype`` on the CPU, else that of the inputs."""
+    if hidden.device.type == "cpu" or dtype == torch.float64:
+        return dtype
+    return torch.promote_types(hidden.dtype, weight.dtype)
 
 
 def is_active(logit: Tensor, gate: Tensor | None) -> Tensor:
@@ -106,47 +124,41 @@ def _bounds(index: Tensor, size: int) -> Tensor:
 
 
 def csr_head(
-    find: Callable[..., Entries],
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    attended: Tensor | None,
-    gate: Tensor | None,
-    *,
-    dtype: torch.dtype,
+    find: Callable[[Inputs], Entries],
+    inputs: Inputs,
     sparse_grad: bool,
+    *,
     threshold: float | Tensor | None,
     **options: Any,
 ) -> Tensor:
     """Return the activations ``[B, V]`` as a CSR tensor, from the entries that ``find`` returns."""
-    batch, length, _ = hidden.shape
+    hidden, weight, bias, _, gate, _ = inputs
+    vocab_size, length = len(weight), max(hidden.shape[1], 1)
 
-    def activations(column: Tensor, token: Tensor, logit: Tensor) -> Tensor:
-        gates = None if gate is None else gate[token // max(length, 1), column]
+    def activations(column: Tensor, row: Tensor, logit: Tensor) -> Any:
+        gates = None if gate is None else gate[row, column]
         level = threshold[column] if isinstance(threshold, Tensor) else threshold
-        weights: Any = splade_activation(
-            logit, None, gates, threshold=level, return_logits=False, **options
-        )
-        return weights  # type: ignore[no-any-return]
+        flags = {"threshold": level, "return_logits": False}
+        return splade_activation(logit, None, gates, **flags, **options)
 
-    def active() -> Entries:
-        column, token, logit = find(hidden, weight, bias, attended, gate, dtype)
-        column, token = column.long(), token.long()
+    def active() -> list[Tensor]:
+        column, token, logit = find(inputs)
+        column, row = column.long(), token.long() // length
+        key = row * vocab_size + column
         if threshold is not None:
-            is_active = activations(column, token, logit) != 0
-            column, token, logit = column[is_active], token[is_active], logit[is_active]
-        order = (token // max(length, 1) * len(weight) + column).argsort()
-        return Entries(column[order], token[order], logit[order])
+            is_kept = activations(column, row, logit) != 0
+            key, token, logit = key[is_kept], token[is_kept], logit[is_kept]
+        key, order = key.sort()
+        return [key % vocab_size, key // vocab_size, token[order], logit[order]]
 
-    column, token, logit = _AtEntries.apply(hidden, weight, bias, active, sparse_grad)  # type: ignore[no-untyped-call]
-    values = activations(column, token, logit)
-    row = token // max(length, 1)
-    matrix: Tensor = _AsCsr.apply(values, row, column, (batch, len(weight)))  # type: ignore[no-untyped-call]
+    column, row, logit = _AtEntries.apply(hidden, weight, bias, active, sparse_grad)  # type: ignore[no-untyped-call]
+    values, shape = activations(column, row, logit), (len(hidden), vocab_size)
+    matrix: Tensor = _AsCsr.apply(values, row, column, shape)  # type: ignore[no-untyped-call]
     return matrix
 
 
 class _AtEntries(torch.autograd.Function):
-    """The logits at the entries that ``find`` returns, in its order."""
+    """The logits at the entries that ``find`` returns, with their columns and rows."""
 
     @staticmethod
     def forward(
@@ -154,14 +166,14 @@ class _AtEntries(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        find: Callable[[], Entries],
+        find: Callable[[], list[Tensor]],
         sparse_grad: bool,
     ) -> tuple[Tensor, ...]:
-        column, token, logit = find()
+        column, row, token, logit = find()
         ctx.save_for_backward(hidden, weight, bias, column, token)
         ctx.sparse_grad = sparse_grad
-        ctx.mark_non_differentiable(column, token)
-        return column, token, logit
+        ctx.mark_non_differentiable(column, row)
+        return column, row, logit
 
     @staticmethod
     def backward(ctx: Any, _: Any, __: Any, upstream: Tensor) -> tuple[Any, ...]:
@@ -171,15 +183,14 @@ class _AtEntries(torch.autograd.Function):
                 "layout=torch.strided"
             )
         hidden, weight, bias, column, token = ctx.saved_tensors
-        grad_bias = None
-        if ctx.needs_input_grad[2]:
+        needs, grad_bias = ctx.needs_input_grad[:3], None
+        if needs[2]:
             sums = upstream.new_zeros(len(weight)).index_add_(0, column, upstream)
             grad_bias = sums.to(bias.dtype)
-        order = column.argsort(stable=True)
-        entries = Entries(column[order].int(), token[order].int(), upstream[order])
-        needs = ctx.needs_input_grad[:2]
+        order, factor = column.argsort(), upstream.to(product_dtype(hidden, weight, upstream.dtype))
+        entries = Entries(column[order].int(), token[order].int(), factor[order])
         both = gradients_at(entries, hidden, weight, needs, ctx.sparse_grad)
-        needed = [each if need else None for each, need in zip(both, needs, strict=True)]
+        needed = [each if need else None for each, need in zip(both, needs, strict=False)]
         return *needed, grad_bias, None, None
 
 
@@ -195,13 +206,6 @@ class _AsCsr(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        row, column = ctx.saved_tensors
-        if upstream.layout == torch.strided:
-            return upstream[row, column], None, None, None
-        values = upstream.values()
-        if len(values) != len(column):
-            raise ValueError(
-                f"expected a gradient with the {len(column)} entries of the activations, got "
-                f"{len(values)}"
-            )
+        is_dense = upstream.layout == torch.strided
+        values = upstream[ctx.saved_tensors] if is_dense else upstream.values()
         return values, None, None, None

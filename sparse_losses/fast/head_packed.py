@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparse_losses.fast.head_entries import Entries, is_active
+from sparse_losses.fast.head_entries import Entries, Inputs, is_active
 
 SCORES = 6 << 20  # maximal number of scores in a tile
 
@@ -59,16 +59,9 @@ def _pack(attended: Tensor) -> _Packed:
     return _Packed(torch.cat(tokens), torch.cat(rows), groups)
 
 
-def packed_entries(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    attended: Tensor | None,
-    gate: Tensor | None,
-    dtype: torch.dtype,
-    keep_all: bool = False,
-) -> Entries:
+def packed_entries(inputs: Inputs, keep_all: bool = False) -> Entries:
     """Return the active entries of ``[B, V]``; with ``keep_all`` all entries of nonempty texts."""
+    hidden, weight, bias, attended, gate, dtype = inputs
     packed = _pack(hidden.new_ones(hidden.shape[:2]).bool() if attended is None else attended)
     states = hidden.flatten(0, 1).index_select(0, packed.token).to(dtype)
     if not packed.groups:

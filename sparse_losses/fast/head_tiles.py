@@ -17,16 +17,9 @@ from torch import Tensor
 
 from sparse_losses._core.precision import autocast_off
 from sparse_losses._core.products import product, returns_fp32
-from sparse_losses.fast.head_entries import Entries, is_active, places_of
+from sparse_losses.fast.head_entries import Entries, Inputs, is_active, places_of, product_dtype
 
 BYTES = 1 << 28  # maximal size of a tile's scores, and of a tile's rows of the weight
-
-
-def product_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the product's operands: ``dtype`` on the CPU, else that of the inputs."""
-    if hidden.device.type == "cpu" or dtype == torch.float64:
-        return dtype
-    return torch.promote_types(hidden.dtype, weight.dtype)
 
 
 def tiles_of_maxima(
@@ -48,15 +41,9 @@ def tiles_of_maxima(
         yield part, highest.T, place.T if source is None else source.gather(1, place.T)
 
 
-def tiled_entries(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    attended: Tensor | None,
-    gate: Tensor | None,
-    dtype: torch.dtype,
-) -> Entries:
+def tiled_entries(inputs: Inputs) -> Entries:
     """Return the active entries; the host waits for their number, tile by tile."""
+    hidden, weight, bias, attended, gate, dtype = inputs
     absent = None if attended is None else attended.logical_not().all(1, keepdim=True)
     operands = product_dtype(hidden, weight, dtype)
     found = []

@@ -12,9 +12,9 @@ from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses.fast.head import largest_logits
-from sparse_losses.fast.head_entries import csr_head
+from sparse_losses.fast.head_entries import Inputs, csr_head, product_dtype
 from sparse_losses.fast.head_packed import packed_entries
-from sparse_losses.fast.head_tiles import product_dtype, tiled_entries
+from sparse_losses.fast.head_tiles import tiled_entries
 from sparse_losses.representation._language_model import adapted_weight, head_of
 
 Impl = Literal["auto", "definition", "packed", "tiles"]
@@ -118,44 +118,28 @@ def splade_head(
         raise ValueError(f"expected `layout` to be torch.strided or torch.sparse_csr, got {layout}")
     if layout == torch.sparse_csr and return_logits:
         raise ValueError("expected return_logits=False with layout=torch.sparse_csr")
-    arguments: dict[str, Any] = {
-        "hidden": hidden,
-        "weight": weight,
-        "bias": bias,
-        "attended": attention_mask,
-        "gate": gate,
-        "dtype": compute_dtype(hidden=hidden, weight=weight, bias=bias, gate=gate),
-        "return_logits": return_logits,
-        "sparse_grad": sparse_grad,
-    }
-    chosen = choose(IMPLEMENTATIONS, impl, {**arguments, "layout": layout})
+    dtype = compute_dtype(hidden=hidden, weight=weight, bias=bias, gate=gate)
+    inputs = Inputs(hidden, weight, bias, attention_mask, gate, dtype)
+    asked = {"sparse_grad": sparse_grad, "layout": layout}
+    chosen = choose(IMPLEMENTATIONS, impl, inputs._asdict() | asked)
+    options: Any = {"activation": activation, "softcap": softcap, "threshold": threshold}
     if layout == torch.sparse_csr:
-        return _as_csr(chosen, arguments, activation, softcap, threshold)
+        if chosen is None or not can_bring_its_gradient(hidden, weight):
+            raise ValueError(
+                'expected eager mode and impl="packed" or "tiles" with layout=torch.sparse_csr, '
+                "got the definition, a compiled or exported call or a transform of torch.func"
+            )
+        return csr_head(FIND_ENTRIES[chosen.name], inputs, sparse_grad, **options)
     if chosen is None:
-        logits, absent = _definition(**arguments)
+        logits, absent = _definition(inputs)
     else:
-        logits, absent = chosen.compute(impl=chosen.name, **arguments)
-    return splade_activation(
-        logits,
-        absent,
-        gate,
-        activation=activation,
-        softcap=softcap,
-        threshold=threshold,
-        return_logits=return_logits,
-    )
+        logits, absent = chosen.compute(inputs, chosen.name, return_logits, sparse_grad)
+    return splade_activation(logits, absent, gate, return_logits=return_logits, **options)
 
 
-def _definition(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    attended: Tensor | None,
-    *,
-    dtype: torch.dtype,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
+def _definition(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Compute all logits at once, by differentiable operations."""
+    hidden, weight, bias, attended, _, dtype = inputs
     if attended is None:
         attended = hidden.new_ones(hidden.shape[:2], dtype=torch.bool)
     # A NaN at a masked position would reach the gradient, because 0 * NaN is NaN.
@@ -169,24 +153,6 @@ def _definition(
     highest = highest.to(dtype)
     absent = attended.logical_not().all(1, keepdim=True)
     return highest if bias is None else highest + bias, absent
-
-
-def _as_csr(
-    chosen: Implementation | None,
-    arguments: dict[str, Any],
-    activation: Activation,
-    softcap: float | None,
-    threshold: float | Tensor | None,
-) -> Tensor:
-    if chosen is None or not can_bring_its_gradient(arguments["hidden"], arguments["weight"]):
-        raise ValueError(
-            'expected eager mode and impl="packed" or "tiles" with layout=torch.sparse_csr, got '
-            "the definition, a compiled or an exported call, or a transform of torch.func"
-        )
-    del arguments["return_logits"]
-    find = packed_entries if chosen.name == "packed" else tiled_entries
-    options = {"activation": activation, "softcap": softcap, "threshold": threshold}
-    return csr_head(find, **arguments, **options)
 
 
 def _check_gate(gate: Tensor | None) -> None:
@@ -208,28 +174,18 @@ def _tiles_unsupported_reason(arguments: Arguments) -> str | None:
     return None
 
 
-def _is_sparse(arguments: Arguments) -> bool:
-    """Whether the activations or, in eager mode, the weight's gradient are sparse."""
-    is_grad = arguments["sparse_grad"] and not torch.compiler.is_compiling()
-    return bool(arguments["layout"] == torch.sparse_csr or is_grad)
-
-
 def _prefers_packed(arguments: Arguments) -> bool:
-    if arguments["hidden"].device.type == "cpu":
-        return not _prefers_definition(arguments)
-    return bool(arguments["sparse_grad"]) and _is_sparse(arguments)
-
-
-def _prefers_definition(arguments: Arguments) -> bool:
-    hidden = arguments["hidden"]
-    if hidden.device.type != "cpu" or torch.compiler.is_compiling() or _is_sparse(arguments):
-        return False
-    batch, length, _ = hidden.shape
-    return bool(batch * length * len(arguments["weight"]) <= SMALL)
+    if arguments["hidden"].is_cpu:
+        return _prefers_tiles(arguments)
+    return arguments["sparse_grad"] and not torch.compiler.is_compiling()
 
 
 def _prefers_tiles(arguments: Arguments) -> bool:
-    return not _prefers_definition(arguments)
+    """Whether the definition is slower; it is not for few logits on a CPU."""
+    hidden, is_sparse = arguments["hidden"], arguments["layout"] == torch.sparse_csr
+    if not hidden.is_cpu or is_sparse or arguments["sparse_grad"] or torch.compiler.is_compiling():
+        return True
+    return bool(hidden.shape[0] * hidden.shape[1] * len(arguments["weight"]) > SMALL)
 
 
 IMPLEMENTATIONS = (
@@ -238,6 +194,7 @@ IMPLEMENTATIONS = (
         "tiles", _tiles_unsupported_reason, _prefers_tiles, largest_logits, compiles=True
     ),
 )
+FIND_ENTRIES = {"packed": packed_entries, "tiles": tiled_entries}
 
 
 class SpladeHead(LossModule):

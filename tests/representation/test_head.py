@@ -411,7 +411,7 @@ def test_operators_pass_opcheck(operator, bare, monkeypatch):
         arguments = upstream, place, *both, attended, f64, [True, True], -1
     else:
         flags = operator, bare, True, False
-        arguments = *both, bias, tensors["gate"], attended, f64, f64, *flags
+        arguments = *both, bias, attended, tensors["gate"], f64, f64, *flags
         operator = "head_logits"
     torch.library.opcheck(getattr(torch.ops.sparse_losses, operator).default, arguments)
 
