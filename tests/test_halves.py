@@ -175,7 +175,7 @@ def test_nws_is_rounded_once(dtype, aggregation, impl):
 @pytest.fixture
 def like_an_accelerator(monkeypatch):
     """On a CPU the head casts its operands to fp32 first."""
-    monkeypatch.setattr(head, "product_dtype", lambda hidden, weight, _: hidden.dtype)
+    monkeypatch.setattr(head, "operand_type", lambda hidden, weight, _: hidden.dtype)
     monkeypatch.setattr(head_tiles, "_tile_height", lambda *_: 7)
 
 

@@ -19,7 +19,7 @@ from sparse_losses.fast.head_entries import (
     entries_of,
     gradients_at,
     is_active,
-    product_dtype,
+    operand_type,
 )
 from sparse_losses.fast.head_packed import packed_entries
 from sparse_losses.fast.head_tiles import dense_gradients, picked, tiles_of_maxima
@@ -27,7 +27,7 @@ from sparse_losses.fast.head_tiles import dense_gradients, picked, tiles_of_maxi
 # The gradient follows the entries if there are this many scores [B, S, V] for each. Measured on a
 # CPU, where entries win from eight positions on; elsewhere calculated: 6 ps for a score of dense
 # bf16 products, 3 ns for an entry, on an H200.
-SCORES_OF_AN_ENTRY = {"cpu": 8}
+SCORES_OF_AN_ENTRY_ON_CPU = 8
 SCORES_OF_AN_ENTRY_ELSEWHERE = 512
 
 
@@ -41,12 +41,8 @@ def largest_logits(
     hidden, weight, _, attended, _, dtype = inputs
     keeps_places = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     flags = impl, return_logits, keeps_places, sparse_grad
-    logits, _ = head_logits(*inputs, product_dtype(hidden, weight, dtype), *flags)
-    if attended is None:
-        absent = None if hidden.shape[1] else hidden.new_ones(len(hidden), 1, dtype=torch.bool)
-    else:
-        absent = attended.logical_not().all(1, keepdim=True)
-    return logits, absent
+    logits, _ = head_logits(*inputs, operand_type(hidden, weight, dtype), *flags)
+    return logits, None if attended is None else attended.logical_not().all(1, keepdim=True)
 
 
 def _logits(
@@ -98,12 +94,12 @@ def _spread(
 
     At most ``size`` numbers of ``upstream`` are not 0; -1 stands for any number.
     """
-    kind, length = hidden.device.type, hidden.shape[1]
-    if size < 0 and kind == "cpu":
-        size = int(upstream.count_nonzero())
-    scores = SCORES_OF_AN_ENTRY.get(kind, SCORES_OF_AN_ENTRY_ELSEWHERE)
+    length, scores = hidden.shape[1], SCORES_OF_AN_ENTRY_ELSEWHERE
+    most = size
+    if hidden.is_cpu:
+        most, scores, size = int(upstream.count_nonzero()), SCORES_OF_AN_ENTRY_ON_CPU, -1
     with autocast_off(hidden.device):
-        if 0 <= size * scores <= upstream.numel() * length:
+        if 0 <= most * scores <= upstream.numel() * length:
             entries = entries_of(upstream.to(operands), place, length, size)
             return gradients_at(entries, hidden, weight, needs)
         return dense_gradients(upstream, place, hidden, weight, attended, operands, needs)

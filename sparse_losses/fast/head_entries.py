@@ -35,7 +35,7 @@ class Entries(NamedTuple):
     value: Tensor  # [m] the logit with its bias, or the gradient of the logit
 
 
-def product_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dtype:
+def operand_type(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the product's operands: ``dtype`` on the CPU, else that of the inputs."""
     if hidden.device.type == "cpu" or dtype == torch.float64:
         return dtype
@@ -48,11 +48,11 @@ def is_active(logit: Tensor, gate: Tensor | None) -> Tensor:
 
 
 def places_of(mask: Tensor, size: int) -> Tensor:
-    """Return the indices where the flat mask is true; ``size`` of them without a wait.
+    """Return the indices where the flat mask is true, without a wait if they are ``size``.
 
-    On an accelerator, ``len(mask)`` stands for those that are fewer than ``size``.
+    If they are fewer, ``len(mask)`` fills up; -1 stands for any number, which is waited for.
     """
-    if mask.is_cpu or size < 0:
+    if size < 0:
         return mask.nonzero()[:, 0].int()
     numbers = torch.arange(1, size + 1, dtype=torch.int32, device=mask.device)
     return torch.searchsorted(mask.cumsum(0, dtype=torch.int32), numbers, out_int32=True)
@@ -110,13 +110,9 @@ def gradients_at(
 
 def _sums(bag: Tensor, index: Tensor, table: Tensor, factor: Tensor, bags: int) -> Tensor:
     """Return ``[bags, H]``, the sums of ``factor * table[index]`` over the entries of a bag."""
-    return sum_bags(index, table, _bounds(bag, bags), factor)[:-1]
-
-
-def _bounds(index: Tensor, size: int) -> Tensor:
-    """Return the starts of ``0 .. size`` in the sorted ``index``, and its end, without a wait."""
-    values = torch.arange(size + 2, dtype=index.dtype, device=index.device)
-    return torch.searchsorted(index, values).to(index.dtype)
+    values = torch.arange(bags + 2, dtype=bag.dtype, device=bag.device)
+    bounds = torch.searchsorted(bag, values).to(bag.dtype)  # of the sorted bags, without a wait
+    return sum_bags(index, table, bounds, factor)[:-1]  # but of those that fill up
 
 
 # ------------------------------------------------------------------------------------------------
@@ -187,7 +183,7 @@ class _AtEntries(torch.autograd.Function):
         if needs[2]:
             sums = upstream.new_zeros(len(weight)).index_add_(0, column, upstream)
             grad_bias = sums.to(bias.dtype)
-        order, factor = column.argsort(), upstream.to(product_dtype(hidden, weight, upstream.dtype))
+        order, factor = column.argsort(), upstream.to(operand_type(hidden, weight, upstream.dtype))
         entries = Entries(column[order].int(), token[order].int(), factor[order])
         both = gradients_at(entries, hidden, weight, needs, ctx.sparse_grad)
         needed = [each if need else None for each, need in zip(both, needs, strict=False)]

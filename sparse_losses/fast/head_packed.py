@@ -35,28 +35,20 @@ def _pack(attended: Tensor) -> _Packed:
     rounded = (lengths + quantum - 1) // quantum * quantum
     # Attended positions come first, in order.
     order = attended.logical_not().to(torch.uint8).argsort(stable=True)
-    by_length = rounded.argsort(stable=True)
-    tokens, rows, groups = [], [], []
-    first_row = first_token = 0
+    by_length = rounded.argsort(stable=True)[int((rounded == 0).sum()) :]
     sizes, counts = rounded[by_length].unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
-    position = 0
+    tokens, groups = [by_length[:0]], []
+    first_row = first_token = 0
     for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
-        row = by_length[position : position + count]
-        position += count
-        if size == 0:
-            continue
+        row = by_length[first_row : first_row + count]
         step = torch.arange(size, device=attended.device)
         index = order[row].gather(1, torch.minimum(step, lengths[row, None] - 1))
         tokens.append((row[:, None] * length + index).reshape(-1))
-        rows.append(row)
         groups.append((first_row, first_row + count, first_token, size))
         first_row, first_token = first_row + count, first_token + count * size
-    if not groups:
-        nothing = by_length[:0]
-        return _Packed(nothing, nothing, [])
     # Matrix products are faster for widths that are multiples of 16.
-    tokens.append(tokens[0][:1].expand(-first_token % 16))
-    return _Packed(torch.cat(tokens), torch.cat(rows), groups)
+    tokens.append(tokens[-1][-1:].expand(-first_token % 16))
+    return _Packed(torch.cat(tokens), by_length, groups)
 
 
 def packed_entries(inputs: Inputs, keep_all: bool = False) -> Entries:
@@ -64,48 +56,31 @@ def packed_entries(inputs: Inputs, keep_all: bool = False) -> Entries:
     hidden, weight, bias, attended, gate, dtype = inputs
     packed = _pack(hidden.new_ones(hidden.shape[:2]).bool() if attended is None else attended)
     states = hidden.flatten(0, 1).index_select(0, packed.token).to(dtype)
-    if not packed.groups:
-        nothing = packed.token.int()
-        return Entries(nothing, nothing, states.new_zeros(0))
+    nothing = packed.token[:0].int()
+    found = [Entries(nothing, nothing, states.new_empty(0))]
     height = _tile_height(len(states), len(weight))
     buffer = states.new_empty(height, len(states))
-    columns, tokens, logits = [], [], []
-    for start in range(0, len(weight), height):
+    for start in range(0, len(weight) if packed.groups else 0, height):
         part = slice(start, start + height)
         rows = weight[part].to(dtype)
         scores = torch.mm(rows, states.T, out=buffer[: len(rows)])
-        tile_bias = None if bias is None else bias[part, None]
-        tile_gate = None if gate is None else gate[:, part].T[:, packed.row]
-        column, token, logit = _entries_of_tile(scores, packed, tile_bias, tile_gate, keep_all)
-        columns.append((column + start).int())
-        tokens.append(packed.token[token].int())
-        logits.append(logit)
-    return Entries(torch.cat(columns), torch.cat(tokens), torch.cat(logits))
+        views = [
+            scores[:, first : first + (stop - start) * size].view(len(rows), stop - start, size)
+            for start, stop, first, size in packed.groups
+        ]
+        logit = torch.cat([view.amax(-1) for view in views], dim=1)
+        if bias is not None:
+            logit = logit + bias[part, None]
+        gates = None if gate is None else gate[:, part].T[:, packed.row]
+        is_kept = torch.ones_like(logit, dtype=torch.bool) if keep_all else is_active(logit, gates)
+        for view, (first_text, stop, first, size) in zip(views, packed.groups, strict=True):
+            column, text = is_kept[:, first_text:stop].nonzero(as_tuple=True)
+            # argmax returns the first of equal maxima.
+            token = packed.token[view[column, text].argmax(-1) + (first + text * size)]
+            value = logit[column, text + first_text]
+            found.append(Entries((column + start).int(), token.int(), value))
+    return Entries(*map(torch.cat, zip(*found, strict=True)))
 
 
 def _tile_height(num_tokens: int, vocab_size: int) -> int:
-    return min(max(SCORES // num_tokens // 16 * 16, 256), 8192, vocab_size)
-
-
-def _entries_of_tile(
-    scores: Tensor, packed: _Packed, bias: Tensor | None, gate: Tensor | None, keep_all: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return columns, packed tokens and logits of a tile's entries ``[T, n]``."""
-    height = scores.shape[0]
-    views = [
-        scores[:, first : first + (stop - start) * size].view(height, stop - start, size)
-        for start, stop, first, size in packed.groups
-    ]
-    logit = torch.cat([view.amax(-1) for view in views], dim=1)
-    if bias is not None:
-        logit = logit + bias
-    is_kept = torch.ones_like(logit, dtype=torch.bool) if keep_all else is_active(logit, gate)
-    columns, texts, tokens = [], [], []
-    for view, (start, stop, first, size) in zip(views, packed.groups, strict=True):
-        column, text = is_kept[:, start:stop].nonzero(as_tuple=True)
-        # argmax returns the first of equal maxima.
-        tokens.append(view[column, text].argmax(-1) + (first + text * size))
-        columns.append(column)
-        texts.append(text + start)
-    column = torch.cat(columns)
-    return column, torch.cat(tokens), logit[column, torch.cat(texts)]
+    return min(max(SCORES // max(num_tokens, 1) // 16 * 16, 256), 8192, vocab_size)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparse_losses._core.precision import autocast_off
 from sparse_losses._core.products import product, returns_fp32
-from sparse_losses.fast.head_entries import Entries, Inputs, is_active, places_of, product_dtype
+from sparse_losses.fast.head_entries import Entries, Inputs, is_active, operand_type, places_of
 
 BYTES = 1 << 28  # maximal size of a tile's scores, and of a tile's rows of the weight
 
@@ -45,7 +45,7 @@ def tiled_entries(inputs: Inputs) -> Entries:
     """Return the active entries; the host waits for their number, tile by tile."""
     hidden, weight, bias, attended, gate, dtype = inputs
     absent = None if attended is None else attended.logical_not().all(1, keepdim=True)
-    operands = product_dtype(hidden, weight, dtype)
+    operands = operand_type(hidden, weight, dtype)
     found = []
     for part, highest, place in tiles_of_maxima(hidden, weight, attended, operands, True):
         logit = highest.to(dtype) if bias is None else highest.to(dtype) + bias[part]

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_losses._core.implementations import Arguments
+
 SMALL = 1 << 16  # logits of a text below which the work per text outweighs the work per logit
 LONG = 64  # positions
 
@@ -20,14 +22,15 @@ def nonzeros_pool(
     return pooled, attended.logical_not().all(1, keepdim=True)
 
 
-def prefers_nonzeros(logits: Tensor, attended: Tensor, return_logits: bool) -> bool:
+def prefers_nonzeros(arguments: Arguments) -> bool:
     """Whether the definition is slower: texts are large, and long or with few active entries."""
+    logits, attended = arguments["logits"], arguments["attended"]
     length, vocab_size = logits.shape[1:]
     if length * vocab_size < SMALL:
         return False
     if length >= LONG:  # reading the logits once outweighs the work per active entry
         return True
-    if return_logits:  # which treats all entries as active
+    if arguments["return_logits"]:  # which treats all entries as active
         return False
     texts, columns = max(len(logits) // 4, 1), vocab_size // 64
     sample = torch.where(attended[::texts, :, None], logits[::texts, :, ::columns], -torch.inf)

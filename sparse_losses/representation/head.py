@@ -12,7 +12,7 @@ from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses.fast.head import largest_logits
-from sparse_losses.fast.head_entries import Inputs, csr_head, product_dtype
+from sparse_losses.fast.head_entries import Inputs, csr_head, operand_type
 from sparse_losses.fast.head_packed import packed_entries
 from sparse_losses.fast.head_tiles import tiled_entries
 from sparse_losses.representation._language_model import adapted_weight, head_of
@@ -53,8 +53,8 @@ def splade_head(
 
     $h_{is}$ are the hidden states of text $i$, $e_j$ and $b_j$ the row and bias of token $j$ in the
     vocabulary projection, $g$ the gate (1 without one). The result equals
-    ``splade_pool(hidden @ weight.T + bias, attention_mask)``; only ``impl="definition"`` stores
-    ``[B, S, V]``.
+    ``splade_pool(hidden @ weight.T + bias, attention_mask)``; only the definition stores
+    ``[B, S, V]``. The gradient costs what the active entries cost, unless many are active.
     Of equal scores the first position gets the gradient on the CPU, any position elsewhere.
 
     The head is a layer of the model. On an accelerator it multiplies hidden states and weight in
@@ -73,22 +73,20 @@ def splade_head(
             gate is not above it is 0. Numbers below 0 act as 0.
         return_logits: also return the signed pooled logits after the gate, for losses that must
             reach inactive tokens. Memory then holds the arg-max of all entries.
-        layout: ``torch.sparse_csr`` returns a CSR tensor of the active entries, from which losses
-            that take one go back to these entries. ``[B, V]`` is not stored, nor is its gradient.
-            On an accelerator the host waits for the number of entries.
+        layout: ``torch.sparse_csr`` returns a CSR tensor of the active entries, without storing
+            ``[B, V]`` or its gradient. On an accelerator the host waits for their number. It needs
+            eager mode, and has no second derivatives and no ``return_logits``.
         sparse_grad: give ``weight`` a sparse gradient of the rows with an active entry, as
             ``nn.Embedding(sparse=True)`` does (by ``"packed"``). Compiled, the gradient is dense.
         impl: how to compute the value; all implementations give the same value and gradient.
-            ``"definition"`` stores the logits of all positions. ``"packed"`` is for the CPU and
-            skips padding and inactive entries. ``"tiles"`` never waits for the device. ``"auto"``
-            uses ``"packed"`` on the CPU and for ``sparse_grad``, else ``"tiles"``; for few logits
-            on a CPU, ``"definition"``.
+            ``"packed"`` is for the CPU and skips padding and inactive entries. ``"tiles"`` never
+            waits for the device. ``"auto"`` uses ``"packed"`` on the CPU, but ``"definition"`` for
+            few logits, and for ``sparse_grad``, else ``"tiles"``.
 
     Returns:
         Activations ``[B, V]`` >= 0, fp32 (fp64 if a tensor is fp64); with ``return_logits`` a pair
         with the pooled logits. Rows without any attended position are 0 in both and have no
-        gradient. Second derivatives work; ``torch.func`` transforms use the definition. With
-        ``layout=torch.sparse_csr`` eager mode, first derivatives and no ``return_logits``.
+        gradient. Second derivatives work; ``torch.func`` transforms use the definition.
 
     Raises:
         ValueError: for wrong shapes or devices, a mask that is not 0/1, a gate outside [0, 1], an
@@ -105,8 +103,8 @@ def splade_head(
 
     References:
         SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval, eq. 6. Sparton
-        takes the maximum before the activation and keeps only the arg-max for the backward pass.
-        ``"log1p_relu"``: Exploring the l0 Sparsification for Inference-free Sparse Retrievers.
+        keeps only the arg-max for the backward pass. ``"log1p_relu"``: Exploring the l0
+        Sparsification for Inference-free Sparse Retrievers.
     """
     if weight.shape[0] == 0:
         raise ValueError("expected `weight` of at least one token, got V = 0")
@@ -118,6 +116,8 @@ def splade_head(
         raise ValueError(f"expected `layout` to be torch.strided or torch.sparse_csr, got {layout}")
     if layout == torch.sparse_csr and return_logits:
         raise ValueError("expected return_logits=False with layout=torch.sparse_csr")
+    if attention_mask is None and hidden.shape[1] == 0:  # then no text has a maximum
+        attention_mask = hidden.new_ones(hidden.shape[:2], dtype=torch.bool)
     dtype = compute_dtype(hidden=hidden, weight=weight, bias=bias, gate=gate)
     inputs = Inputs(hidden, weight, bias, attention_mask, gate, dtype)
     asked = {"sparse_grad": sparse_grad, "layout": layout}
@@ -144,13 +144,11 @@ def _definition(inputs: Inputs) -> tuple[Tensor, Tensor]:
         attended = hidden.new_ones(hidden.shape[:2], dtype=torch.bool)
     # A NaN at a masked position would reach the gradient, because 0 * NaN is NaN.
     hidden = torch.where(attended[..., None], hidden, 0.0)
-    operands = product_dtype(hidden, weight, dtype)
+    operands = operand_type(hidden, weight, dtype)
     scores = hidden.to(operands) @ weight.to(operands).mT
-    if hidden.shape[1] == 0:
-        highest = scores.sum(1)
-    else:
-        highest = torch.where(attended[..., None], scores, -torch.inf).max(1).values
-    highest = highest.to(dtype)
+    if hidden.shape[1] > 0:
+        scores = torch.where(attended[..., None], scores, -torch.inf)
+    highest = (scores.max(1).values if hidden.shape[1] else scores.sum(1)).to(dtype)
     absent = attended.logical_not().all(1, keepdim=True)
     return highest if bias is None else highest + bias, absent
 
@@ -165,7 +163,7 @@ def _check_gate(gate: Tensor | None) -> None:
         )
 
 
-def _tiles_unsupported_reason(arguments: Arguments) -> str | None:
+def _tiles_reason(arguments: Arguments) -> str | None:
     batch, length, _ = arguments["hidden"].shape
     if batch == 0 or length == 0:
         return f"at least one position, got {[batch, length]},"
@@ -189,10 +187,8 @@ def _prefers_tiles(arguments: Arguments) -> bool:
 
 
 IMPLEMENTATIONS = (
-    Implementation("packed", lambda *_: None, _prefers_packed, largest_logits, compiles=True),
-    Implementation(
-        "tiles", _tiles_unsupported_reason, _prefers_tiles, largest_logits, compiles=True
-    ),
+    Implementation("packed", lambda _: None, _prefers_packed, largest_logits, compiles=True),
+    Implementation("tiles", _tiles_reason, _prefers_tiles, largest_logits, compiles=True),
 )
 FIND_ENTRIES = {"packed": packed_entries, "tiles": tiled_entries}
 
@@ -208,8 +204,7 @@ class SpladeHead(LossModule):
         bias: ``[V]``.
         transform: layers that are applied to the hidden states first, ``[B, S, H]`` to
             ``[B, S, H]``, as a masked language model has before its vocabulary projection.
-        activation: as in the function, like ``softcap``, ``threshold``, ``layout``,
-            ``sparse_grad`` and ``impl``.
+        activation: as in the function, like ``sparse_grad`` and ``impl``.
         softcap: the soft cap of the model, if it caps its logits.
         threshold: a number or ``[V]``.
         logit_scale: a constant factor > 0 on the logits, before the soft cap.

@@ -98,12 +98,8 @@ def _nonzeros_unsupported_reason(arguments: Arguments) -> str | None:
     return None if device.type == "cpu" else f"logits on the CPU, got {device},"
 
 
-def _prefers_nonzeros(arguments: Arguments) -> bool:
-    return prefers_nonzeros(arguments["logits"], arguments["attended"], arguments["return_logits"])
-
-
 IMPLEMENTATIONS = (
-    Implementation("nonzeros", _nonzeros_unsupported_reason, _prefers_nonzeros, nonzeros_pool),
+    Implementation("nonzeros", _nonzeros_unsupported_reason, prefers_nonzeros, nonzeros_pool),
 )
 
 
