@@ -34,10 +34,7 @@ SCORES_OF_AN_ENTRY_ELSEWHERE = 512
 def largest_logits(
     inputs: Inputs, impl: str, return_logits: bool, sparse_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the largest logits ``[B, V]``, and where there are none ``[B, 1]``.
-
-    Packed, without ``return_logits``, the logits that the gate does not leave active are -inf.
-    """
+    """Return the largest logits ``[B, V]``, and where there are none ``[B, 1]``."""
     hidden, weight, _, attended, _, dtype = inputs
     keeps_places = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     flags = impl, return_logits, keeps_places, sparse_grad
@@ -58,10 +55,7 @@ def _logits(
     keeps_places: bool,
     sparse_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the logits before the gate and, if requested, their positions.
-
-    Without ``keep_all`` only active logits are of interest.
-    """
+    """Return logits before the gate and, if requested, positions; ``keep_all`` also inactive."""
     logits, places = _empty_logits(hidden, weight, dtype, keeps_places)
     length = max(hidden.shape[1], 1)
     with autocast_off(hidden.device):

@@ -6,6 +6,7 @@ of rows of the weight for each token of the batch, and of hidden states for each
 They cost what the entries cost, and positions without an entry, padding too, are not multiplied.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from sparse_losses._core.activation import splade_activation
 from sparse_losses.fast.sparse import csr, sum_bags
+
+BLOCK = 4096  # rows of the weight whose gradients stay in a CPU's cache, and that are cast at once
 
 
 class Inputs(NamedTuple):
@@ -53,9 +56,9 @@ def places_of(mask: Tensor, size: int) -> Tensor:
     If they are fewer, ``len(mask)`` fills up; -1 stands for any number, which is waited for.
     """
     if size < 0:
-        return mask.nonzero()[:, 0].int()
+        return mask.nonzero()[:, 0]
     numbers = torch.arange(1, size + 1, dtype=torch.int32, device=mask.device)
-    return torch.searchsorted(mask.cumsum(0, dtype=torch.int32), numbers, out_int32=True)
+    return torch.searchsorted(mask.cumsum(0, dtype=torch.int32), numbers)
 
 
 def entries_of(upstream: Tensor, place: Tensor, length: int, size: int) -> Entries:
@@ -69,7 +72,7 @@ def entries_of(upstream: Tensor, place: Tensor, length: int, size: int) -> Entri
     column, row = flat // batch, flat % batch
     inside = column.clamp(max=vocab_size - 1)
     token = torch.where(column < vocab_size, row * length + place[row, inside], batch * length)
-    return Entries(column, token.int(), upstream[row, inside])
+    return Entries(column.int(), token.int(), upstream[row, inside])
 
 
 def gradients_at(
@@ -85,27 +88,35 @@ def gradients_at(
     """
     column, token, factor = entries
     (batch, length, _), vocab_size, dtype = hidden.shape, len(weight), factor.dtype
-    grad_hidden, grad_weight = hidden.new_empty(0), weight.new_empty(0)
-    rows, row, num_rows, present = weight, column.clamp(max=vocab_size - 1), vocab_size, None
-    # On the CPU only the rows of a half-precision weight that are needed are cast.
-    if sparse_grad or (hidden.is_cpu and weight.dtype != dtype):
-        present, column = column.unique_consecutive(return_inverse=True)  # type: ignore[no-untyped-call]
-        rows, row, num_rows = weight[present], column, len(present)
-    if needs[1]:
-        states, state = hidden.flatten(0, 1).to(dtype), token.clamp(max=batch * length - 1)
-        grad_weight = _sums(column, state, states, factor, num_rows).to(weight.dtype)
-        if sparse_grad:
-            grad_weight = torch.sparse_coo_tensor(
-                present[None], grad_weight, weight.shape, is_coalesced=True, check_invariants=False
-            )
-        elif present is not None:
-            grad_weight = torch.zeros_like(weight).index_copy_(0, present.long(), grad_weight)
-    if needs[0]:
-        order = token.argsort(stable=True)
-        bag, index = token[order], row[order]
-        grad_hidden = _sums(bag, index, rows.to(dtype), factor[order], batch * length)
-        grad_hidden = grad_hidden.view(hidden.shape).to(hidden.dtype)
-    return grad_hidden, grad_weight
+    tokens, total = batch * length, None
+    states, state = hidden.flatten(0, 1).to(dtype), token.clamp(max=tokens - 1)
+    in_blocks = hidden.is_cpu and weight.dtype != dtype and not sparse_grad
+    grad_weight = weight.new_empty(weight.shape if needs[1] and in_blocks else 0)
+    if needs[1] and sparse_grad:
+        present, row = column.unique_consecutive(return_inverse=True)  # type: ignore[no-untyped-call]
+        values = _sums(row, state, states, factor, len(present)).to(weight.dtype)
+        grad_weight = torch.sparse_coo_tensor(
+            present[None], values, weight.shape, is_coalesced=True, check_invariants=False
+        )
+    elif needs[1] and not in_blocks:
+        grad_weight = _sums(column, state, states, factor, vocab_size).to(weight.dtype)
+    step, ends = vocab_size, [0, len(column)]
+    if hidden.is_cpu:
+        step = BLOCK
+        firsts = torch.arange(0, vocab_size + step, step, dtype=column.dtype)
+        ends = torch.searchsorted(column, firsts).tolist()
+    for number, (start, stop) in enumerate(itertools.pairwise(ends)):
+        block, part = slice(number * step, (number + 1) * step), slice(start, stop)
+        rows, row = weight[block], column[part] - block.start
+        if needs[1] and in_blocks:
+            grad_weight[block] = _sums(row, state[part], states, factor[part], len(rows))
+        if needs[0]:
+            order = token[part].argsort(stable=True)
+            index, bag = row.clamp(max=len(rows) - 1)[order], token[part][order]
+            sums = _sums(bag, index, rows.to(dtype), factor[part][order], tokens)
+            total = sums if total is None else total.add_(sums)
+    grad_hidden = hidden.new_empty(0) if total is None else total.view(hidden.shape)
+    return grad_hidden.to(hidden.dtype), grad_weight
 
 
 def _sums(bag: Tensor, index: Tensor, table: Tensor, factor: Tensor, bags: int) -> Tensor:
@@ -113,10 +124,6 @@ def _sums(bag: Tensor, index: Tensor, table: Tensor, factor: Tensor, bags: int) 
     values = torch.arange(bags + 2, dtype=bag.dtype, device=bag.device)
     bounds = torch.searchsorted(bag, values).to(bag.dtype)  # of the sorted bags, without a wait
     return sum_bags(index, table, bounds, factor)[:-1]  # but of those that fill up
-
-
-# ------------------------------------------------------------------------------------------------
-# A CSR matrix of the active entries
 
 
 def csr_head(
@@ -134,8 +141,9 @@ def csr_head(
     def activations(column: Tensor, row: Tensor, logit: Tensor) -> Any:
         gates = None if gate is None else gate[row, column]
         level = threshold[column] if isinstance(threshold, Tensor) else threshold
-        flags = {"threshold": level, "return_logits": False}
-        return splade_activation(logit, None, gates, **flags, **options)
+        return splade_activation(
+            logit, None, gates, threshold=level, return_logits=False, **options
+        )
 
     def active() -> list[Tensor]:
         column, token, logit = find(inputs)
@@ -149,25 +157,17 @@ def csr_head(
 
     column, row, logit = _AtEntries.apply(hidden, weight, bias, active, sparse_grad)  # type: ignore[no-untyped-call]
     values, shape = activations(column, row, logit), (len(hidden), vocab_size)
-    matrix: Tensor = _AsCsr.apply(values, row, column, shape)  # type: ignore[no-untyped-call]
-    return matrix
+    return _AsCsr.apply(values, row, column, shape)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _AtEntries(torch.autograd.Function):
     """The logits at the entries that ``find`` returns, with their columns and rows."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        find: Callable[[], list[Tensor]],
-        sparse_grad: bool,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        *tensors, find, ctx.sparse_grad = inputs
         column, row, token, logit = find()
-        ctx.save_for_backward(hidden, weight, bias, column, token)
-        ctx.sparse_grad = sparse_grad
+        ctx.save_for_backward(*tensors, column, token)
         ctx.mark_non_differentiable(column, row)
         return column, row, logit
 

@@ -26,8 +26,7 @@ class _Packed(NamedTuple):
 def _pack(attended: Tensor) -> _Packed:
     """Pack the attended tokens so that one reduction covers all texts of one length.
 
-    A text's last token is repeated up to a multiple of four or more. This gives fewer lengths and
-    changes neither a maximum nor its position, as the copies come last.
+    A text's last token is repeated up to a multiple of four or more, which gives fewer lengths.
     """
     batch, length = attended.shape
     lengths = attended.sum(1)

@@ -31,7 +31,7 @@ def tiles_of_maxima(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield columns, their largest scores ``[B, T]`` and positions, which may be empty."""
     source, states = _states(hidden, attended, operands)
-    for part, rows in _tiles(weight, states, _bytes_of_a_score(states)):
+    for part, rows in _tiles(weight, states, _score_bytes(states)):
         scores = _scores(rows, states, len(hidden))
         if not keeps_places:
             yield part, scores.amax(2).T, scores.new_empty(0)
@@ -71,7 +71,7 @@ def picked(
         return scores
     with autocast_off(hidden.device):
         _, states = _states(hidden, attended, operands)
-        for part, rows in _tiles(weight, states, _bytes_of_a_score(states)):
+        for part, rows in _tiles(weight, states, _score_bytes(states)):
             index = place[:, part].T.long()[..., None]
             scores[:, part] = _scores(rows, states, len(hidden)).gather(2, index)[..., 0].T
     return scores
@@ -97,9 +97,7 @@ def dense_gradients(
         at_places = at_places.scatter_(2, index, factors[:, part].T[..., None]).flatten(1)
         if needs[0]:
             grad_hidden += _product(at_places.T, rows)
-        if needs[1] and weight.dtype == operands:
-            torch.mm(at_places, states, out=grad_weight[part])
-        elif needs[1]:
+        if needs[1]:
             grad_weight[part] = at_places @ states
         del at_places  # free it before the next tile is allocated
     return grad_hidden.view(hidden.shape if needs[0] else 0).to(hidden.dtype), grad_weight
@@ -131,17 +129,17 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return product(a, b) if returns_fp32(a.device, a.dtype) else a @ b
 
 
-def _bytes_of_a_score(states: Tensor) -> int:
+def _score_bytes(states: Tensor) -> int:
     return 4 if returns_fp32(states.device, states.dtype) else states.element_size()
 
 
-def _tiles(weight: Tensor, states: Tensor, bytes_of_a_score: int) -> Iterator[tuple[slice, Tensor]]:
+def _tiles(weight: Tensor, states: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the weight's rows whose scores stay within the memory budget."""
-    height = _tile_height(states, bytes_of_a_score)
+    height = _tile_height(states, size)
     for start in range(0, len(weight), height):
         part = slice(start, start + height)
         yield part, weight[part].to(states.dtype)
 
 
-def _tile_height(states: Tensor, bytes_of_a_score: int) -> int:
-    return max(BYTES // (max(states.shape) * bytes_of_a_score), 1)
+def _tile_height(states: Tensor, size: int) -> int:
+    return max(BYTES // (max(states.shape) * size), 1)

@@ -6,7 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.activation import Activation, check_threshold, splade_activation
-from sparse_losses._core.checks import check_number, check_shapes, values_can_be_checked
+from sparse_losses._core.checks import (
+    check_choice,
+    check_number,
+    check_shapes,
+    values_can_be_checked,
+)
 from sparse_losses._core.implementations import Arguments, Implementation, choose
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.own_gradient import can_bring_its_gradient
@@ -64,15 +69,13 @@ def splade_head(
         hidden: ``[B, S, H]`` floating.
         weight: ``[V, H]`` floating; often the embedding matrix.
         bias: ``[V]``.
-        attention_mask: ``[B, S]`` bool, int or float 0/1; masked positions are ignored. Without a
-            mask all positions are attended.
+        attention_mask: ``[B, S]`` bool, int or float 0/1; masked positions are ignored.
         gate: ``[B, V]`` in [0, 1]; multiplies the pooled logits.
         activation: ``"relu"``, or ``"log1p_relu"``, which takes $\log(1 + x)$ once more.
         softcap: $c$ of a model that caps its logits $z$ as $c \tanh(z / c)$, before the gate.
         threshold: a number or ``[V]``, without a gradient; an entry whose pooled logit after the
             gate is not above it is 0. Numbers below 0 act as 0.
-        return_logits: also return the signed pooled logits after the gate, for losses that must
-            reach inactive tokens. Memory then holds the arg-max of all entries.
+        return_logits: also return the signed pooled logits after the gate, also of inactive tokens.
         layout: ``torch.sparse_csr`` returns a CSR tensor of the active entries, without storing
             ``[B, V]`` or its gradient. On an accelerator the host waits for their number. It needs
             eager mode, and has no second derivatives and no ``return_logits``.
@@ -112,8 +115,7 @@ def splade_head(
     check_threshold(threshold, weight.shape[0])
     if impl == "definition" and sparse_grad:
         raise ValueError('expected sparse_grad=False with impl="definition"')
-    if layout not in (torch.strided, torch.sparse_csr):
-        raise ValueError(f"expected `layout` to be torch.strided or torch.sparse_csr, got {layout}")
+    check_choice("layout", layout, (torch.strided, torch.sparse_csr))
     if layout == torch.sparse_csr and return_logits:
         raise ValueError("expected return_logits=False with layout=torch.sparse_csr")
     if attention_mask is None and hidden.shape[1] == 0:  # then no text has a maximum
@@ -156,11 +158,9 @@ def _definition(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def _check_gate(gate: Tensor | None) -> None:
     if gate is None or not values_can_be_checked(gate) or gate.numel() == 0:
         return
-    low, high = gate.aminmax()
+    low, high = (x.item() for x in gate.aminmax())
     if low < 0 or high > 1:  # a NaN passes and shows in the result
-        raise ValueError(
-            f"expected `gate` in [0, 1], got values from {low.item():g} to {high.item():g}"
-        )
+        raise ValueError(f"expected `gate` in [0, 1], got values from {low:g} to {high:g}")
 
 
 def _tiles_reason(arguments: Arguments) -> str | None:

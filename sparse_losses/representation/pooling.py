@@ -126,9 +126,6 @@ def token_weights(logits: Tensor, attention_mask: Tensor) -> Tensor:
         >>> logits = torch.tensor([[[0.0, 1.0], [2.0, -1.0], [9.0, 9.0]]])
         >>> token_weights(logits, torch.tensor([[1, 1, 0]]))
         tensor([[0.6931, 1.0986, 0.0000]])
-
-    References:
-        SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval.
     """
     if logits.shape[-1] == 0:
         raise ValueError(f"expected `logits` with V >= 1, got {list(logits.shape)}")
