@@ -14,7 +14,7 @@ from benchmarks import losses
 from benchmarks.losses import NAMES, cases
 from benchmarks.run.launches import Launches, training_launches
 from benchmarks.schema import Maker
-from sparse_losses.fast import head_tiles
+from sparse_losses.fast import head, head_tiles
 
 LAYERS = ("splade_head", "end_to_end", "objective")  # they have bounds of their own
 NO_MORE_THAN_PLAIN = ("info_nce", "nws", "flops", "idf_flops")
@@ -77,6 +77,23 @@ def test_head_launches_11_a_tile_and_a_gate_adds_19(monkeypatch):
     assert training_launches(sl.splade_head, gate=meta(3, 48), **inputs).count == alone + 19
     monkeypatch.setattr(head_tiles, "BYTES", 15 * 4 * 8)  # six tiles, at a size this small
     assert training_launches(sl.splade_head, **inputs).count == alone + 5 * 11
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01])
+def test_gradient_of_the_head_follows_the_entries_in_34_launches(share):
+    """It reads a tenth of the bytes of the dense one, and multiplies no matrices."""
+    rows, length, vocab, width, half = 32, 256, 250_002, 768, torch.bfloat16
+    states, weight = meta(rows, length, width, dtype=half), meta(vocab, width, dtype=half)
+    inputs = meta(rows, vocab), meta(rows, vocab, dtype=torch.uint8), states, weight, None
+    counts = []
+    for size in (-1, int(share * rows * vocab)):
+        with torch.no_grad(), Launches() as counted:
+            head._spread(*inputs, half, [True, True], size)
+        counts.append((counted.count, sum(each.bytes for each in counted.operations)))
+    assert not counted.flops
+    assert counts[1][0] <= 34 < counts[0][0]
+    assert counts[1][1] < counts[0][1] / 10
+    assert counted.peak_bytes < 1.3 * weight.nbytes
 
 
 def test_head_for_inference_takes_the_maximum_without_its_position():
