@@ -70,13 +70,13 @@ def test_head_launches_at_most_16_a_tile_and_24_besides(options, vocab, dtype):
     assert counted.peak_bytes < 64 * 256 * vocab * dtype.itemsize  # the plain formula's logits
 
 
-def test_head_launches_11_a_tile_and_a_gate_adds_19(monkeypatch):
+def test_head_launches_12_a_tile_and_a_gate_adds_19(monkeypatch):
     inputs = {"hidden": meta(3, 5, H), "weight": meta(48, H), "bias": meta(48)}
     inputs |= {"attention_mask": meta(3, 5, dtype=torch.bool)}
     alone = training_launches(sl.splade_head, **inputs).count
     assert training_launches(sl.splade_head, gate=meta(3, 48), **inputs).count == alone + 19
     monkeypatch.setattr(head_tiles, "BYTES", 15 * 4 * 8)  # six tiles, at a size this small
-    assert training_launches(sl.splade_head, **inputs).count == alone + 5 * 11
+    assert training_launches(sl.splade_head, **inputs).count == alone + 5 * 12
 
 
 @pytest.mark.parametrize("share", [0.001, 0.01])
@@ -107,7 +107,7 @@ def test_frozen_hidden_states_take_no_memory_for_a_gradient():
     peaks = [
         training_launches(sl.splade_head, x, weight).peak_bytes for x in (hidden, hidden.detach())
     ]
-    assert peaks[0] - peaks[1] >= 2 * hidden.nbytes  # the sum over tiles, and a tile's product
+    assert peaks[0] - peaks[1] >= 1.5 * hidden.nbytes  # the sum over tiles, a tile's product
 
 
 # ------------------------------------------------------------------------------------------------
