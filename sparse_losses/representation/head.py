@@ -25,7 +25,7 @@ from sparse_losses.representation._language_model import adapted_weight, head_of
 Impl = Literal["auto", "definition", "packed", "tiles"]
 
 # Logits of all positions up to which the definition is the fastest, on a CPU.
-SMALL = 1 << 17
+SMALL = 1 << 16
 
 
 @loss(
