@@ -183,7 +183,8 @@ class _AtEntries(torch.autograd.Function):
         if needs[2]:
             sums = upstream.new_zeros(len(weight)).index_add_(0, column, upstream)
             grad_bias = sums.to(bias.dtype)
-        order, factor = column.argsort(), upstream.to(operand_type(hidden, weight, upstream.dtype))
+        order = column.argsort(stable=True)
+        factor = upstream.to(operand_type(hidden, weight, upstream.dtype))
         entries = Entries(column[order].int(), token[order].int(), factor[order])
         both = gradients_at(entries, hidden, weight, needs, ctx.sparse_grad)
         needed = [each if need else None for each, need in zip(both, needs, strict=False)]
