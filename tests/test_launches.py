@@ -14,6 +14,7 @@ from benchmarks import losses
 from benchmarks.losses import NAMES, cases
 from benchmarks.run.launches import Launches, training_launches
 from benchmarks.schema import Maker
+from sparse_losses._core.host_copy import HostCopy
 from sparse_losses.fast import head, head_tiles
 
 LAYERS = ("splade_head", "end_to_end", "objective")  # they have bounds of their own
@@ -94,6 +95,33 @@ def test_gradient_of_the_head_follows_the_entries_in_34_launches(share):
     assert counts[1][0] <= 34 < counts[0][0]
     assert counts[1][1] < counts[0][1] / 10
     assert counted.peak_bytes < 1.3 * weight.nbytes
+
+
+@pytest.mark.parametrize("options", [{}, {"threshold": 0.3}, {"return_logits": True}], ids=str)
+def test_number_of_active_entries_is_copied_in_the_forward_pass(monkeypatch, options):
+    """As on an accelerator, here on a CPU: all active entries, but not those of all logits."""
+    monkeypatch.setattr(head, "SCORES_OF_AN_ENTRY", {})
+    monkeypatch.setattr(head, "SCORES_OF_AN_ENTRY_ELSEWHERE", 1)
+    copies, sizes, entries_of = [], [], head.entries_of
+    monkeypatch.setattr(head, "HostCopy", lambda *x: copies.append(HostCopy(*x)) or copies[-1])
+    monkeypatch.setattr(head, "entries_of", lambda *x: sizes.append(x[-1]) or entries_of(*x))
+    sizes_of = {"hidden": (B, S, H), "weight": (V, H), "bias": (V,), "gate": (B, V)}
+    leaves = {name: torch.rand(size).double() - 0.5 for name, size in sizes_of.items()}
+    leaves["gate"] = leaves["gate"].abs().round(decimals=1)
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+    mask = torch.rand(B, S) < 0.7
+    outputs = [
+        sl.splade_head(**leaves, attention_mask=mask, impl=impl, **options)
+        for impl in ("tiles", "definition")
+    ]
+    is_counted = "return_logits" not in options
+    assert len(copies) == is_counted
+    outputs = [x if is_counted else torch.stack(x) for x in outputs]
+    factor = torch.rand_like(outputs[0])
+    ours, exact = (torch.autograd.grad((x * factor).sum(), list(leaves.values())) for x in outputs)
+    assert len(sizes) == is_counted
+    assert not sizes or sizes[0] >= outputs[0].count_nonzero()
+    torch.testing.assert_close(ours, exact)
 
 
 def test_head_for_inference_takes_the_maximum_without_its_position():

@@ -27,7 +27,7 @@ from sparse_losses.fast.head_tiles import dense_gradients, picked, tiles_of_maxi
 # The gradient follows the entries if there are this many scores [B, S, V] for each. Measured on a
 # CPU, where entries win from eight positions on; elsewhere calculated: 6 ps for a score of dense
 # bf16 products, 3 ns for an entry, on an H200.
-SCORES_OF_AN_ENTRY_ON_CPU = 8
+SCORES_OF_AN_ENTRY = {"cpu": 8}
 SCORES_OF_AN_ENTRY_ELSEWHERE = 512
 
 
@@ -88,10 +88,10 @@ def _spread(
 
     At most ``size`` numbers of ``upstream`` are not 0; -1 stands for any number.
     """
-    length, scores = hidden.shape[1], SCORES_OF_AN_ENTRY_ELSEWHERE
-    most = size
-    if hidden.is_cpu:
-        most, scores, size = int(upstream.count_nonzero()), SCORES_OF_AN_ENTRY_ON_CPU, -1
+    length, kind, most = hidden.shape[1], hidden.device.type, size
+    scores = SCORES_OF_AN_ENTRY.get(kind, SCORES_OF_AN_ENTRY_ELSEWHERE)
+    if kind in SCORES_OF_AN_ENTRY:
+        most, size = int(upstream.count_nonzero()), -1
     with autocast_off(hidden.device):
         if 0 <= most * scores <= upstream.numel() * length:
             entries = entries_of(upstream.to(operands), place, length, size)
@@ -137,7 +137,7 @@ def _keep_logits(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
     ctx.save_for_backward(place, *tensors)
     ctx.operands, ctx.sparse_grad, ctx.size = operands, sparse_grad, None
     ctx.set_materialize_grads(False)  # avoids zeros as the gradient of positions
-    counts = keeps_places and not keep_all and not logits.is_cpu  # where the backward pass counts
+    counts = keeps_places and not keep_all and logits.device.type not in SCORES_OF_AN_ENTRY
     if counts and can_bring_its_gradient(logits) and can_copy(logits):
         ctx.size = HostCopy(is_active(logits, gate).sum(), int)
 
