@@ -412,7 +412,8 @@ LAYERS = {
             "splade_head",
             "",
             "(hidden, weight, bias=None, attention_mask=None, *, gate=None, activation='relu', "
-            "softcap=None, threshold=None, return_logits=False, sparse_grad=False, impl='auto')",
+            "softcap=None, threshold=None, return_logits=False, layout=torch.strided, "
+            "sparse_grad=False, impl='auto')",
             {
                 "hidden": "B S D, grad, private",
                 "weight": "V D, grad",
