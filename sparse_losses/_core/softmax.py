@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.dtensors import is_dtensor
-
 # `log(1 + exp(x))` to full precision; PyTorch's default returns `x` from 20.
 softplus = functools.partial(nnf.softplus, threshold=50.0)
 
@@ -26,10 +24,9 @@ def false_negative_limit(own: Tensor, margin: float | Tensor | None, ratio: floa
 
 def diagonal(scores: Tensor, first: int = 0) -> Tensor:
     """Return ``scores[i, first + i]`` of every row."""
-    if not torch.compiler.is_compiling() and not is_dtensor(scores):
+    if not torch.compiler.is_compiling():
         return scores.diagonal(first)
-    # The compiler of PyTorch 2.13 warns of a deprecated call of its own in `diagonal`, for which a
-    # DTensor would gather all scores.
+    # The compiler of PyTorch 2.13 warns of a deprecated call of its own in `diagonal`.
     index = torch.arange(first, first + len(scores), device=scores.device)
     return scores.gather(1, index[:, None])[:, 0]
 

@@ -7,7 +7,7 @@ from sparse_losses._core.column_mean import Estimator, check_rows, mean_and_squa
 from sparse_losses._core.loss import LossModule, loss
 
 
-@loss(activations="B V", token_weight="V, optional, constant", threshold=">= 0")
+@loss(activations="B V", token_weight="V, optional, constant, >= 0", threshold=">= 0")
 def flops_loss(
     activations: Tensor,
     token_weight: Tensor | None = None,
@@ -69,7 +69,6 @@ def flops_loss(
         Expansion Model for First Stage Ranking. Exploring l0 Sparsification for Inference-free
         Sparse Retrievers (``threshold``).
     """
-    check_weights("token_weight", token_weight)
     check_rows(estimator, len(activations), gather)
     _, squared_mean = mean_and_square(activations, estimator, gather, threshold)
     return (squared_mean if token_weight is None else token_weight * squared_mean).sum()

@@ -9,7 +9,6 @@ from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import softplus
 from sparse_losses._core.token_ids import (
     TokenIds,
-    attended_ids,
     check_ids,
     first_occurrences,
     id_mask,
@@ -18,9 +17,9 @@ from sparse_losses._core.token_ids import (
 
 @loss(
     activations="B V",
-    positive_input_ids="B S, token ids",
+    positive_input_ids="B S, token ids at positive_attention_mask",
     positive_attention_mask="B S, mask",
-    token_weight="V, optional, constant",
+    token_weight="V, optional, constant, >= 0",
 )
 def positive_activation_loss(
     activations: Tensor,
@@ -73,12 +72,8 @@ def positive_activation_loss(
     References:
         From the notes of a Korean neural sparse retriever (its versions V22 to V26).
     """
-    check_weights("token_weight", token_weight)
-    x, attended, vocab_size = activations, positive_attention_mask, activations.shape[1]
-    ids = attended_ids(
-        "positive_input_ids", positive_input_ids, attended, vocab_size, gathered=True
-    )
-    ignored = id_mask("ignore_token_ids", ignore_token_ids, vocab_size, ids.device)
+    x, ids, attended = activations, positive_input_ids, positive_attention_mask
+    ignored = id_mask("ignore_token_ids", ignore_token_ids, x.shape[1], ids.device)
     if ignored is not None:
         attended = attended & ~ignored[ids]
     ids, is_target = first_occurrences(ids, attended)

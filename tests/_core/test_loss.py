@@ -19,7 +19,7 @@ seen: dict = {}
     weight="S, optional, constant",
     mask="B, mask, optional",
     ids="B, integer, optional",
-    tokens="B, token ids, optional",
+    tokens="B, token ids at mask, optional",
     teacher="B, optional, detached",
     scale="> 0, learnable",
     margin=">= 0",

@@ -7,7 +7,6 @@ import torch
 
 import sparse_losses
 import sparse_losses.functional as F
-from sparse_losses import SpladeBatch, SpladeObjective, Texts
 from tests.cases import FIRST, LOSSES, to_tensors
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_gather import part, whole
@@ -150,8 +149,6 @@ def unequal(rank: int) -> dict[str, str]:
     # Sizes that are an error by themselves, on one rank only.
     said["top_k"] = caught(F.min_activation_loss, torch.rand(3, 4 + rank), gather=True)
     said["negatives"] = caught(F.info_nce_loss, same, same, x if rank else None, gather=True)
-    objective = SpladeObjective({"info_nce": 1.0, "query_flops": float(rank)}, gather=True)
-    said["terms"] = caught(objective, SpladeBatch(Texts(same), Texts(same)))
     said["mask"] = caught(F.info_nce_loss, same, same, positive_mask=torch.eye(3), gather=True)
     said["refused"] = caught(F.flops_loss, same if rank else same[0], gather=True)
     said["after"] = caught(F.flops_loss, same, gather=True)  # nothing is left in the pipes
@@ -165,7 +162,6 @@ def test_unequal_calls_are_errors_on_every_rank_that_name_the_sizes():
         "L": "the same L on every rank",
         "top_k": "4 on rank 0, 5 on rank 1",
         "negatives": "the same N on every rank .*got 0 on rank 0, 4 on rank 1",
-        "terms": "to be in SpladeObjective of info_nce.* with gather=True.* in another",
         "mask": r"\[B, 2 B\] = \[3, 6\]",
         "refused": r"(on rank 0 ValueError: |^)expected `activations` of shape \[B, V\], got \[5\]",
         "after": "^$",
