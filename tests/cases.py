@@ -85,8 +85,6 @@ class Loss:
 
 def weigh(*outputs: Any) -> Any:
     """A layer's outputs as one number, to which no two of the last dimension give alike."""
-    # A DTensor, as tests/distributed/test_dtensors.py has them, is weighed as a whole.
-    outputs = tuple(x.full_tensor() if hasattr(x, "full_tensor") else x for x in outputs)
     tensors = [torch.as_tensor(x) for x in outputs]
     weights = torch.linspace(0.5, 1.5, tensors[0].shape[-1], dtype=torch.float64)
     return sum(
@@ -139,8 +137,8 @@ LOSSES = {
         Loss(
             "info_nce_from_scores",
             "InfoNCEFromScoresLoss",
-            "(scores, positive_mask, candidate_mask=None, *, decoupled=False, gather=False, "
-            "reduction='mean')",
+            "(scores, positive_mask, *, candidate_mask=None, temperature=1.0, decoupled=False, "
+            "gather=False, reduction='mean')",
             {
                 "scores": "B C, grad, private",
                 "positive_mask": "B C, mask, void 0",
@@ -164,7 +162,7 @@ LOSSES = {
         Loss(
             "triplet_margin",
             "TripletMarginLoss",
-            "(anchor, positive, negative, candidate_mask=None, *, margin=0.3, "
+            "(anchor, positive, negative, *, candidate_mask=None, margin=0.3, "
             "similarity='cosine', gather=False, reduction='mean')",
             {
                 "anchor": "B D, grad, private",
@@ -238,8 +236,8 @@ LOSSES = {
         Loss(
             "margin_mse",
             "MarginMSELoss",
-            "(student_positive, student_negative, teacher_positive, teacher_negative, "
-            "candidate_mask=None, *, gather=False, reduction='mean')",
+            "(student_positive, student_negative, teacher_positive, teacher_negative, *, "
+            "candidate_mask=None, gather=False, reduction='mean')",
             {
                 "student_positive": "B, grad, private",
                 "student_negative": "B or B N, grad, private",
@@ -866,6 +864,7 @@ BASE_CASES = (
     Case("info_nce_from_scores", "several", _score_table(several=True)),
     Case("info_nce_from_scores", "candidates", _score_table(True, True)),
     Case("info_nce_from_scores", "decoupled", _score_table(True, True), {"decoupled": True}),
+    Case("info_nce_from_scores", "warm", _score_table(True, True), {"temperature": 0.3}),
     Case("n_pair", "in_batch", _pairs()),
     Case("n_pair", "shared", _pairs("shared")),
     Case("n_pair", "per_row", _pairs("per_row")),

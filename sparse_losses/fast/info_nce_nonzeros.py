@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.products import as_single
-from sparse_losses.fast.info_nce import Call, compute_info_nce
+from sparse_losses.fast.info_nce import Call, info_nce_by
 from sparse_losses.fast.sparse import NonZeros, non_zeros, product, product_by_columns
 
 
 def nonzeros_info_nce(needs: Set[str], **arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return value and gradients of InfoNCE by sparse products; all scores are held at once."""
     single: Any = {n: as_single(x) if isinstance(x, Tensor) else x for n, x in arguments.items()}
-    return compute_info_nce(needs, Call(**single), NonzeroScores, in_blocks=False)
+    return info_nce_by(NonzeroScores, needs, Call(**single))
 
 
 class NonzeroScores:
@@ -32,6 +32,7 @@ class NonzeroScores:
         hides_nan: Set[str],
     ) -> None:
         self.needs, self.temperature, self.num_keys = needs, temperature, len(key)
+        self.gradient_dtype = query.dtype
         self.inputs = {"query": query, "key": key}
         if negative is not None:
             self.inputs["negative"] = negative
@@ -79,6 +80,10 @@ class NonzeroScores:
         """Return all scores."""
         parts = [self._scores(name) for name in self.inputs if name != "query"]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def scaled_(self, gradient: Tensor, rows: slice) -> Tensor:
+        """Return it: the rows are of norm 1."""
+        return gradient
 
     def backward(self, rows: slice, gradient: Tensor) -> None:
         """Store the gradients of the inputs."""

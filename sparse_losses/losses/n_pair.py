@@ -3,13 +3,16 @@
 import torch
 from torch import Tensor
 
+from sparse_losses._core.implementations import compute
 from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.products import as_single
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import diagonal, one_positive_rows
 from sparse_losses.distributed import gather_rows, rank
+from sparse_losses.fast.info_nce import DENSE
 
 
-@loss(anchor="B D", positive="B D", negative="N D or B N D, optional")
+@loss(anchor="B D, halves", positive="B D, halves", negative="N D or B N D, optional, halves")
 def n_pair_loss(
     anchor: Tensor,
     positive: Tensor,
@@ -50,14 +53,29 @@ def n_pair_loss(
     References:
         Improved Deep Metric Learning with Multi-class N-pair Loss Objective.
     """
+    arguments = {"anchor": anchor, "positive": positive, "negative": negative}
+    arguments |= {"in_batch": negative is None, "gather": gather, "reduction": reduction}
+    return compute(_definition, DENSE, "auto", arguments)  # InfoNCE's, at temperature 1
+
+
+def _definition(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor | None,
+    in_batch: bool,
+    gather: bool,
+    reduction: Reduction,
+) -> Tensor:
+    """The formula, operation by operation."""
+    anchor, positive = as_single(anchor), as_single(positive)
     if negative is None:
         scores = anchor @ gather_rows(positive, gather).T
         first = rank() * len(anchor) if gather else 0  # the column of the first row's positive
         own, (rows, columns) = diagonal(scores, first), scores.shape
         is_own = torch.eye(first + rows, columns, dtype=torch.bool, device=scores.device)[first:]
     else:
+        negative = gather_rows(as_single(negative), gather and negative.ndim == 2)
         is_shared = negative.ndim == 2
-        negative = gather_rows(negative, gather and is_shared)
         scores = anchor @ negative.T if is_shared else torch.einsum("bd,bnd->bn", anchor, negative)
         own, is_own = (anchor * positive).sum(-1), None
     return reduce(one_positive_rows(scores, own, is_own), reduction, gather=gather)
