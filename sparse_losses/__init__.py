@@ -1,5 +1,6 @@
 """PyTorch losses for learned sparse retrievers and contrastive encoders."""
 
+from sparse_losses._core.implementations import explain
 from sparse_losses.losses._false_negatives import false_negative_mask
 from sparse_losses.losses._mutual_information import mutual_information_lower_bound
 from sparse_losses.losses.distillation import DistillationLoss, distillation_loss
@@ -109,6 +110,7 @@ __all__ = [
     "calibrate_threshold",
     "context_overlap",
     "distillation_loss",
+    "explain",
     "false_negative_mask",
     "flops_loss",
     "gradient_report",

@@ -193,6 +193,30 @@ def check_unit_interval(name: str, tensor: Tensor) -> None:
             raise ValueError(f"expected `{name}` finite and in [0, 1], {received}")
 
 
+def check_csr(name: str, x: Tensor) -> None:
+    """Raise unless the columns of a CSR tensor rise in each row; only where reading is free."""
+    column, starts = x.col_indices(), x.crow_indices()[1:-1]
+    if not values_can_be_checked(column) or len(column) == 0:
+        return
+    low, high = (bound.item() for bound in column.aminmax())
+    if low < 0 or high >= x.shape[1]:
+        wrong = low if low < 0 else high
+        raise ValueError(f"expected columns of `{name}` in [0, {x.shape[1]}), got {wrong}")
+    rises = column.diff() > 0
+    rises[starts[(starts > 0) & (starts < len(column))] - 1] = True  # a new row
+    if not rises.all():
+        raise ValueError(
+            f"expected `{name}` with rising columns in each row, got unsorted or repeated ones: "
+            "sort its entries and add those of one column"
+        )
+
+
+def check_entries(name: str, x: Tensor) -> None:
+    """Raise if an entry of a CSR tensor is below 0; only where reading is free."""
+    if x.layout == torch.sparse_csr:
+        check_weights(name, x.values())
+
+
 def check_learnable(name: str, value: object, *, positive: bool = True) -> None:
     """Raise unless ``value`` is a finite number, > 0 if ``positive``, or a 0-d floating tensor."""
     if not isinstance(value, Tensor):

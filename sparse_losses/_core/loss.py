@@ -8,7 +8,7 @@ A tensor is declared by its shapes (``"N D or B N D"``, one capital letter per d
 remarks. Without remarks it is data: a floating-point tensor that takes part in the choice of the
 dtype of the computation and is cast to it.
 
-- ``optional``: may be ``None``. ``csr``: may be sparse (``torch.sparse_csr``).
+- ``optional``: may be ``None``. ``csr``: may be sparse (``torch.sparse_csr``), columns rising.
 - ``uncast``: data that keeps its dtype.
 - ``halves``: data. In eager mode it keeps its half-precision dtype if all tensors with this remark
   have that dtype and the device returns their products in fp32.
@@ -16,7 +16,7 @@ dtype of the computation and is cast to it.
   dtype, as by ``nn.Linear``; not on the CPU, where products stay in fp32.
 - ``detached``: has no gradient: a teacher's scores, the keys of a momentum encoder.
 - ``constant``: cast, but without a part in the choice of the dtype: a penalty, weights.
-- ``>= 0``, ``0 to 1``: values that are refused elsewhere, where reading them is free.
+- ``>= 0``, ``entries >= 0`` (of CSR), ``0 to 1``: other values are refused where reading is free.
 - ``mask``: bool, int or float 0/1; converted to bool.
 - ``labels``: multi-hot rows, 0 or 1; unchanged. With ``labels at m`` only where mask ``m`` is set.
 - ``integer``: ids and counts; unchanged.
@@ -53,6 +53,8 @@ from sparse_losses._core.checks import (
     Declared,
     check_choice,
     check_choices,
+    check_csr,
+    check_entries,
     check_flag,
     check_integer,
     check_learnable,
@@ -190,7 +192,11 @@ class _Step(NamedTuple):
     check: Callable[[str, Tensor], None] | None
 
 
-CHECKS = {">= 0": check_weights, "0 to 1": check_unit_interval}
+CHECKS = {
+    ">= 0": check_weights,
+    "0 to 1": check_unit_interval,
+    "entries >= 0": check_entries,
+}
 
 
 def _steps(tensors: Mapping[str, Declared]) -> list[_Step]:
@@ -221,6 +227,8 @@ def _cast(
             data[name] = tensor
         if check is not None:
             check(name, tensor)
+        if tensor.layout == torch.sparse_csr:
+            check_csr(name, tensor)
         if is_detached:
             arguments[name] = tensor.detach()
         if kind == "cast":

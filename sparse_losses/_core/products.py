@@ -36,6 +36,11 @@ def as_single(x: Tensor) -> Tensor:
     return x.float() if x.dtype in HALVES else x
 
 
+def as_dense(x: Tensor) -> Tensor:
+    """Return a CSR tensor as a dense one, half precision as fp32."""
+    return as_single(x if x.layout == torch.strided else x.to_dense())
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` of matrices or batches of matrices; fp32 for halves; no autograd."""
     if a.dtype not in HALVES:

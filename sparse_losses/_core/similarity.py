@@ -91,7 +91,7 @@ def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cpu_norm(x: Tensor) -> Tensor | None:
-    """Return the norms ``[..., 1]`` on a CPU, where reading is free, if no square is out of range."""
+    """Return norms ``[..., 1]`` where reading is free, a CPU, and no square is out of range."""
     if not x.is_cpu or x.numel() == 0:
         return None
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -161,9 +161,8 @@ class _Distance(torch.autograd.Function):
         length, wide = _cpu_norm(difference), widest_dtype(x1.device)
         if length is None:
             length = torch.linalg.vector_norm(difference, dim=-1, keepdim=True, dtype=wide)
-        length = length[:, 0].to(wide)
         ctx.save_for_backward(x1, x2, difference, length)
-        return length
+        return length[:, 0].to(wide)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
@@ -171,6 +170,7 @@ class _Distance(torch.autograd.Function):
         if torch.is_grad_enabled():
             aliases = x1.view_as(x1), x2.view_as(x2)
             return torch.autograd.grad(_distance(*aliases), aliases, upstream, create_graph=True)
-        slope = (upstream / length).masked_fill_(length == 0, 0.0)[:, None]
+        slope = upstream[:, None].to(length.dtype) / length
+        slope.masked_fill_(length == 0, 0.0)
         gradient = torch.mul(difference, slope, out=torch.empty_like(difference))
         return gradient, -gradient if ctx.needs_input_grad[1] else None

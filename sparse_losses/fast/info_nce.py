@@ -17,6 +17,7 @@ from sparse_losses._core.implementations import Arguments, Implementation, alway
 from sparse_losses._core.softmax import false_negative_limit, one_positive_rows_and_slopes
 from sparse_losses.distributed import gather_rows, num_ranks, rank, scatter_sum, sum_over_ranks
 from sparse_losses.fast.scores import DenseScores, Scores
+from sparse_losses.fast.sparse import gather_entries, scatter_entries
 
 Gradients = dict[str, Tensor]
 
@@ -126,8 +127,6 @@ def dense_unsupported_reason(arguments: Arguments) -> str | None:
 
 def nonzeros_unsupported_reason(arguments: Arguments) -> str | None:
     """Return why sparse products do not support the call, or ``None``."""
-    if not arguments["in_batch"]:
-        return "in_batch=True"
     if any(x.ndim == 3 for x in vectors_of(arguments)):
         return "no negatives per row"
     if arguments["anchor"].device.type == "meta":
@@ -250,6 +249,10 @@ def info_nce_by(
     return _Computation(needs, call, make_scores, in_blocks=False).run()
 
 
+def _gathered(x: Tensor) -> Tensor:
+    return gather_rows(x) if x.layout == torch.strided else gather_entries(x)
+
+
 class _Computation:
     """Value and gradients, by the scores that ``make_scores`` makes.
 
@@ -314,12 +317,10 @@ class _Computation:
         """Return the scores of the queries of a direction with all keys, then the negatives."""
         call, (query, key) = self.call, direction[:2]
         keys, negative = getattr(call, key), call.negative
-        if not call.in_batch:
-            keys = keys[:, None]
-        elif call.gather:
-            keys = gather_rows(keys)
-        if negative is not None:
-            negative = gather_rows(negative, call.gather and negative.ndim == 2)
+        if call.ranks() > 1 and call.in_batch:
+            keys = _gathered(keys)
+        if call.ranks() > 1 and negative is not None and negative.ndim == 2:
+            negative = _gathered(negative)
         hides_nan = {"key"} if direction.ids is not None else set[str]()
         return self.make_scores(
             {{query: "query", key: "key"}.get(name, name) for name in needs},
@@ -328,6 +329,7 @@ class _Computation:
             negative,
             temperature=call.temperature,
             cosine=call.similarity == "cosine",
+            own_key=not call.in_batch,
             hides_nan=hides_nan if self.valid is None else {"query", "key", "negative"},
         )
 
@@ -337,11 +339,18 @@ class _Computation:
         for name, gradient in scores.gradients().items():
             if gradient is None:
                 continue
-            if self.call.gather and name in ("key", "negative") and gradient.ndim == 2:
-                gradient = scatter_sum(gradient)
-            elif name == "key" and gradient.ndim == 3:
-                gradient = gradient.squeeze(1)
-            gradients[{"query": direction.query, "key": direction.key}.get(name, name)] = gradient
+            argument = {"query": direction.query, "key": direction.key}.get(name, name)
+            if name in ("key", "negative") and self.call.ranks() > 1:
+                own = getattr(self.call, argument)
+                if gradient.layout == torch.sparse_csr and len(gradient) > len(own):
+                    gradient = scatter_entries(gradient, own)
+                elif (
+                    gradient.layout == torch.strided
+                    and gradient.ndim == 2
+                    and len(gradient) > len(own)
+                ):
+                    gradient = scatter_sum(gradient)
+            gradients[argument] = gradient
         return gradients
 
     def _excludes_nothing(self) -> bool:
@@ -418,6 +427,12 @@ class _Computation:
 
 
 DENSE = (  # in order of preference
-    Implementation("blocks", dense_unsupported_reason, exceeds_a_block, blockwise_info_nce),
+    Implementation(
+        "blocks",
+        dense_unsupported_reason,
+        exceeds_a_block,
+        blockwise_info_nce,
+        purpose="more scores than 2^21 on a CPU, 2^26 elsewhere",
+    ),
     Implementation("direct", dense_unsupported_reason, always, direct_info_nce),
 )

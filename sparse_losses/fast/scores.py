@@ -60,12 +60,13 @@ class DenseScores:
     Args:
         needs: which gradients to compute.
         query: ``[B, D]``.
-        key: ``[K, D]``, shared by all queries, or ``[B, 1, D]``.
-        negative: likewise ``[N, D]`` or ``[B, N, D]``.
+        key: ``[K, D]``.
+        negative: ``[N, D]``, shared by all queries, or ``[B, N, D]``.
         temperature: divisor of the scores.
         cosine: whether to normalise the rows.
         hides_nan: inputs whose rows that are not finite are kept out of the products; only their
             scores are NaN. (The caller may overwrite those; 0 * NaN would reach a gradient.)
+        own_key: whether a query has one key, that of its row.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class DenseScores:
         temperature: float | Tensor,
         cosine: bool,
         hides_nan: Set[str] = frozenset(),
+        own_key: bool = False,
     ) -> None:
-        self.needs, self.temperature = needs, temperature
-        inputs = {"query": query, "key": key}
+        self.needs, self.temperature, self.own_key = needs, temperature, own_key
+        inputs = {"query": query, "key": key[:, None] if own_key else key}
         if negative is not None:
             inputs["negative"] = negative
         self.is_nan: dict[str, Tensor] = {}
@@ -185,6 +187,8 @@ class DenseScores:
                 for name in group if total.shape[-2] > self.sizes[group[0]] else group[:1]:
                     found[name] = gradient.narrow(-2, start, self.sizes[name])
                     start += self.sizes[name]
+        if self.own_key and (gradient := found.get("key")) is not None:
+            found["key"] = gradient.squeeze(1)
         return {name: gradient for name, gradient in found.items() if name in self.needs}
 
 

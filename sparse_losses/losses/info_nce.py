@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.implementations import Implementation, compute
+from sparse_losses._core.implementations import compute
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.products import as_single
+from sparse_losses._core.products import as_dense
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import finite_rows, normalize
 from sparse_losses._core.softmax import (
@@ -24,11 +24,9 @@ from sparse_losses.fast.info_nce import (
     Call,
     Direction,
     directions,
-    nonzeros_unsupported_reason,
     number_of,
-    prefers_nonzeros,
 )
-from sparse_losses.fast.info_nce_nonzeros import nonzeros_info_nce
+from sparse_losses.fast.info_nce_nonzeros import NONZEROS
 
 Similarity = Literal["cosine", "dot"]
 NegativesFrom = tuple[Literal["document", "query", "positive"], ...]
@@ -222,7 +220,7 @@ def _definition(**arguments: Any) -> Tensor:
 def _own_keys(call: Call) -> Tensor:
     """Mask ``[B, K]`` of each row's own positive."""
     if not call.in_batch:
-        return call.anchor.new_ones(len(call.anchor), 1, dtype=torch.bool)
+        return torch.ones(len(call.anchor), 1, dtype=torch.bool, device=call.anchor.device)
     first = rank() * len(call.anchor) if call.gather else 0
     own = torch.arange(first, first + len(call.anchor), device=call.anchor.device)
     return own[:, None] == torch.arange(call.num_keys(), device=call.anchor.device)
@@ -279,7 +277,7 @@ def _vectors(call: Call, valid: Tensor | None) -> tuple[dict[str, Vectors], dict
             x = x.masked_fill(~valid.reshape(-1, *[1] * (x.ndim - 1)), 0.0)
         return normalize(x) if call.similarity == "cosine" else x, is_nan
 
-    dense = {name: _dense(getattr(call, name)) for name in ("anchor", "positive")}
+    dense = {name: as_dense(getattr(call, name)) for name in ("anchor", "positive")}
     rows = {name: vectors(name, x) for name, x in dense.items()}
     keys = rows
     if not call.in_batch:  # each row's own key
@@ -287,7 +285,7 @@ def _vectors(call: Call, valid: Tensor | None) -> tuple[dict[str, Vectors], dict
     elif call.ranks() > 1:
         keys = {name: vectors(name, gather_rows(dense[name])) for name in sides}
     if call.negative is not None:
-        negative = _dense(call.negative)
+        negative = as_dense(call.negative)
         negative = gather_rows(negative, call.gather and negative.ndim == 2)
         keys = {**keys, "negative": vectors("negative", negative)}
     return rows, keys
@@ -305,10 +303,6 @@ def _products(query: Vectors, key: Vectors) -> Tensor:
     if query_is_nan is not None:
         scores = scores.masked_fill(query_is_nan[:, None], torch.nan)
     return scores
-
-
-def _dense(x: Tensor) -> Tensor:
-    return as_single(x if x.layout == torch.strided else x.to_dense())
 
 
 def _check(call: Call) -> None:
@@ -344,10 +338,7 @@ def _check(call: Call) -> None:
             )
 
 
-IMPLEMENTATIONS = (
-    Implementation("nonzeros", nonzeros_unsupported_reason, prefers_nonzeros, nonzeros_info_nce),
-    *DENSE,
-)
+IMPLEMENTATIONS = (NONZEROS, *DENSE)  # in order of preference
 
 
 class InfoNCELoss(LossModule):

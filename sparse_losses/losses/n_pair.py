@@ -5,14 +5,19 @@ from torch import Tensor
 
 from sparse_losses._core.implementations import compute
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.products import as_single
+from sparse_losses._core.products import as_dense
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import diagonal, one_positive_rows
 from sparse_losses.distributed import gather_rows, rank
 from sparse_losses.fast.info_nce import DENSE
+from sparse_losses.fast.info_nce_nonzeros import NONZEROS
 
 
-@loss(anchor="B D, halves", positive="B D, halves", negative="N D or B N D, optional, halves")
+@loss(
+    anchor="B D, csr, halves",
+    positive="B D, csr, halves",
+    negative="N D or B N D, optional, csr, halves",
+)
 def n_pair_loss(
     anchor: Tensor,
     positive: Tensor,
@@ -29,7 +34,8 @@ def n_pair_loss(
     else the other rows' positives. Equals InfoNCE on dot products at temperature 1.
 
     Args:
-        anchor: ``[B, D]`` floating.
+        anchor: ``[B, D]`` floating. All but negatives per row may be CSR tensors; the gradient of
+            one has its pattern.
         positive: ``[B, D]``.
         negative: ``[N, D]``, shared by all rows, or ``[B, N, D]``, ``N`` for each row.
         gather: whether all ranks' positives and shared negatives are used, and ``"mean"`` and
@@ -55,7 +61,9 @@ def n_pair_loss(
     """
     arguments = {"anchor": anchor, "positive": positive, "negative": negative}
     arguments |= {"in_batch": negative is None, "gather": gather, "reduction": reduction}
-    return compute(_definition, DENSE, "auto", arguments)  # InfoNCE's, at temperature 1
+    return compute(
+        _definition, (NONZEROS, *DENSE), "auto", arguments
+    )  # InfoNCE's, at temperature 1
 
 
 def _definition(
@@ -67,14 +75,14 @@ def _definition(
     reduction: Reduction,
 ) -> Tensor:
     """The formula, operation by operation."""
-    anchor, positive = as_single(anchor), as_single(positive)
+    anchor, positive = as_dense(anchor), as_dense(positive)
     if negative is None:
         scores = anchor @ gather_rows(positive, gather).T
         first = rank() * len(anchor) if gather else 0  # the column of the first row's positive
         own, (rows, columns) = diagonal(scores, first), scores.shape
         is_own = torch.eye(first + rows, columns, dtype=torch.bool, device=scores.device)[first:]
     else:
-        negative = gather_rows(as_single(negative), gather and negative.ndim == 2)
+        negative = gather_rows(as_dense(negative), gather and negative.ndim == 2)
         is_shared = negative.ndim == 2
         scores = anchor @ negative.T if is_shared else torch.einsum("bd,bnd->bn", anchor, negative)
         own, is_own = (anchor * positive).sum(-1), None

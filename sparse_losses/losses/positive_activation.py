@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_shapes, check_weights
+from sparse_losses._core.entries import values_at
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import softplus
@@ -16,7 +17,7 @@ from sparse_losses._core.token_ids import (
 
 
 @loss(
-    activations="B V",
+    activations="B V, csr",
     positive_input_ids="B S, token ids at positive_attention_mask",
     positive_attention_mask="B S, mask",
     token_weight="V, optional, constant, >= 0",
@@ -42,7 +43,8 @@ def positive_activation_loss(
     ``saturating``, which replaces $-x_{ij}$ by $\log(1 + e^{-x_{ij}}) > 0$.
 
     Args:
-        activations: ``[B, V]`` floating; activations of the anchors.
+        activations: ``[B, V]`` floating; activations of the anchors, dense or CSR, with a gradient
+            of its pattern.
         positive_input_ids: ``[B, S]`` integers in ``[0, V)``; ignored where the mask is 0.
         positive_attention_mask: ``[B, S]`` bool, int or float 0/1.
         token_weight: ``[V]``, ``u`` >= 0; cast to the dtype of the computation.
@@ -88,7 +90,8 @@ def positive_activation_loss(
             weight = weight / largest.clamp(min=torch.finfo(weight.dtype).tiny)
         weight = weight.masked_fill(~valid[:, None], 0.0)  # no gradient from a row without weight
 
-    target = x.gather(1, ids).masked_fill(~is_target, 0.0)
+    found = values_at(x, ids) if x.layout == torch.sparse_csr else x.gather(1, ids)
+    target = found.masked_fill(~is_target, 0.0)
     cost = softplus(-target) if saturating else -target
     total = weight.sum(-1).clamp(min=torch.finfo(weight.dtype).tiny)  # 0 in a row that is not valid
     values = (weight * cost).sum(-1) / total

@@ -3,6 +3,7 @@
 import functools
 import re
 
+import pytest
 import torch
 
 import sparse_losses
@@ -93,7 +94,8 @@ def test_second_derivatives():
     run_ranks(2, compare_derivatives, 2)
 
 
-def test_regularisers_and_distillation_send_no_rows(monkeypatch):
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_regularisers_and_distillation_send_no_rows_and_csr_entries_alone(monkeypatch):
     """How many numbers each collective of a call takes from a rank, which is a thread here."""
     numbers: list[int] = []
     everyones = _Group.everyones
@@ -105,6 +107,7 @@ def test_regularisers_and_distillation_send_no_rows(monkeypatch):
 
     monkeypatch.setattr(_Group, "everyones", recording)
     x, penalty = torch.rand(6, 1000), torch.ones(1000)
+    sparse = (x * (torch.rand(6, 1000) < 0.02)).to_sparse_csr()
     ids = torch.arange(48).reshape(6, 8)
     tokens = ids, torch.ones_like(ids)
     rows = x[:, :4].T
@@ -118,6 +121,10 @@ def test_regularisers_and_distillation_send_no_rows(monkeypatch):
         (20, lambda: F.self_reconstruction_loss(x, *tokens, gather=True)),
         (20, lambda: F.positive_activation_loss(x, *tokens, gather=True)),
         (6000, lambda: F.info_nce_loss(x, x, gather=True)),  # the positives alone
+        (len(sparse.values()), lambda: F.info_nce_loss(sparse, sparse, gather=True)),  # entries
+        (1000, lambda: F.flops_loss(sparse, gather=True)),
+        (20, lambda: F.min_activation_loss(sparse, gather=True)),
+        (20, lambda: F.positive_activation_loss(sparse, *tokens, gather=True)),
     ):
         numbers.clear()
         run_threads(2, lambda own, call=call: call())

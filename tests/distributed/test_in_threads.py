@@ -4,7 +4,9 @@ tests/distributed/test_gather.py has the plainest cases on ranks that are proces
 """
 
 import copy
+import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,8 +24,8 @@ from sparse_losses.distributed import (
     sum_over_ranks,
 )
 from sparse_losses.functional import info_nce_loss
-from tests.cases import CASES
-from tests.distributed.test_gather import PLAINEST, check, reductions, whole
+from tests.cases import CASES, to_tensors
+from tests.distributed.test_gather import PLAINEST, check, part, reductions, whole
 from tests.distributed.threads import run_threads
 from tests.strategies import draw
 
@@ -46,6 +48,42 @@ def test_the_mean_is_over_the_valid_rows_of_all_ranks(case):
     arrays[name][-len(arrays[name]) // 2 :] = value  # all rows of the last rank
     for reduction in ("mean", "sum") if case.loss.reduces else (None,):
         run_threads(2, lambda own, r=reduction: check(case, own, 2, r, arrays))
+
+
+SPARSE = [
+    case
+    for case in CASES
+    if case.impl != "definition" and {len(case.dims[n]) for n in case.those("csr")} == {2}
+]
+
+
+@pytest.mark.parametrize("case", SPARSE, ids=lambda case: case.id)
+def test_sparse_rows_of_all_ranks_are_those_of_one_process(case):
+    arrays = whole(case, 2, seed=3)
+    for name in case.those("csr"):
+        x = arrays[name]
+        arrays[name] = np.abs(x) if case.stem == "min_activation" else x
+        arrays[name] = np.where(np.abs(x) < 0.4, 0.0, arrays[name])
+    expected, wanted = evaluate_sparse(case, arrays)
+    for own, (value, found) in enumerate(
+        run_threads(2, lambda own: evaluate_sparse(case, part(case, arrays, own, 2), gather=True))
+    ):
+        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
+        for name, gradient in found.items():
+            rows = wanted[name].chunk(2)[own]
+            torch.testing.assert_close(gradient / 2, rows, rtol=1e-9, atol=1e-9)
+
+
+def evaluate_sparse(case, arrays, **options):
+    """Value and gradients of CSR tensors of a call, these as dense ones."""
+    tensors, leaves = to_tensors(arrays), {}
+    for name in case.those("csr"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what PyTorch says of every CSR tensor
+            tensors[name] = leaves[name] = tensors[name].to_sparse_csr().requires_grad_()
+    value = case.function()(**tensors, **options)
+    value.backward()
+    return value.detach(), {name: leaf.grad.to_dense() for name, leaf in leaves.items()}
 
 
 def _hidden_nan(rank):

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-import sparse_losses.functional as F
 from sparse_losses.fast import info_nce as fast
 from sparse_losses.fast import sparse
-from sparse_losses.functional import info_nce_loss, n_pair_loss
+from sparse_losses.functional import info_nce_loss
 from tests.instruments import Recorder
 
 B, V, N = 7, 26, 3
@@ -58,7 +57,16 @@ def in_blocks_of(rows: int):
     return call
 
 
+def by_dense_tiles(leaves: dict, **options):
+    """Products over non-zeros as an accelerator takes them, three columns at a time."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sparse, "sums_bags", lambda _: False)
+        patched.setattr(sparse, "_tile_width", lambda *_: 3)
+        return value_and_gradients(leaves, impl="nonzeros", **options)
+
+
 IMPLEMENTATIONS = {
+    "dense_tiles": by_dense_tiles,
     "nonzeros": functools.partial(value_and_gradients, impl="nonzeros"),
     "direct": functools.partial(value_and_gradients, impl="direct"),
     "blocks": functools.partial(value_and_gradients, impl="blocks"),
@@ -67,7 +75,11 @@ IMPLEMENTATIONS = {
 }
 over_implementations = pytest.mark.parametrize(
     ("implementation", "negative"),
-    [x for x in itertools.product(IMPLEMENTATIONS, NEGATIVES) if x != ("nonzeros", "per_row")],
+    [
+        x
+        for x in itertools.product(IMPLEMENTATIONS, NEGATIVES)
+        if x[1] != "per_row" or x[0] not in ("nonzeros", "dense_tiles")
+    ],
 )
 
 
@@ -168,7 +180,7 @@ def test_the_length_of_a_row_neither_overflows_nor_vanishes():
 def test_sparse_products_are_the_same_by_a_few_columns_at_a_time(stored, monkeypatch):
     leaves = {"anchor": vectors(0), "positive": vectors(1), "negative": vectors(2, N)}
     expected = value_and_gradients(leaves, impl="definition")
-    monkeypatch.setattr(sparse, "_tile_width", lambda rows: 5)
+    monkeypatch.setattr(sparse, "_tile_width", lambda *_: 5)
     if stored:
         value, result = value_and_gradients({k: x.to_sparse_csr() for k, x in leaves.items()})
         result = {k: _stored(gradient) for k, gradient in result.items()}
@@ -241,12 +253,3 @@ def test_the_score_matrix_of_a_large_batch_is_never_held_whole():
     assert anchor.grad.any()
     assert sizes[0] < rows * rows
     assert sizes[1] >= rows * rows, "the recorder sees"
-
-
-@pytest.mark.parametrize("function", [n_pair_loss, F.flops_loss, F.min_activation_loss])
-def test_a_sparse_layout_is_refused_where_it_has_no_meaning(function):
-    x = torch.eye(4).to_sparse_csr()
-    with pytest.raises(TypeError, match=r"to be dense, got torch\.sparse_csr"):
-        function(*(x,) * (2 if function is n_pair_loss else 1))
-    with pytest.raises(TypeError, match=r"dense or torch\.sparse_csr, got torch\.sparse_coo"):
-        info_nce_loss(torch.eye(4).to_sparse(), torch.eye(4))
