@@ -69,7 +69,8 @@ def scatter_sum(x: Tensor) -> Tensor:
 
 
 def _unless_alone(function: Any, x: Tensor) -> Tensor:
-    return function.apply(x) if num_ranks() > 1 else x  # type: ignore[no-any-return]
+    result: Tensor = function.apply(x) if num_ranks() > 1 else x
+    return result
 
 
 def maximum_over_ranks(x: Tensor) -> Tensor:

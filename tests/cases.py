@@ -853,7 +853,7 @@ KEYS_AND_QUEUE = {"key": True, "queue": True}
 BOTH = {"symmetric": True}
 BOTH_DECOUPLED = {"symmetric": True, "decoupled": True}
 ALONE = {"implementations": ()}  # by the definition
-OUTSIDE = {"in_batch": False, **ALONE}
+OUTSIDE = {"in_batch": False}
 BOUNDS = {"false_negative_margin": 0.4, "false_negative_ratio": 0.9}
 FROM_ALL = {"negatives_from": ("document", "query", "positive"), "decoupled": True}
 FAR = {"similarity": "euclidean", "margin": 4.0}
@@ -867,7 +867,7 @@ BASE_CASES = (
     _info_nce("shared", "shared"),
     _info_nce("per_row", "per_row", implementations=DENSE),
     _info_nce("shared_only", "shared", **OUTSIDE),
-    _info_nce("per_row_only", "per_row", **OUTSIDE),
+    _info_nce("per_row_only", "per_row", **OUTSIDE, implementations=DENSE),
     _info_nce("symmetric", **BOTH),
     _info_nce("symmetric_shared", "shared", **BOTH),
     _info_nce("symmetric_per_row", "per_row", **BOTH, similarity="dot", implementations=DENSE),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import widest_dtype
+from sparse_losses._core.private_torch import is_batched
 
 
 def normalize(x: Tensor) -> Tensor:
@@ -171,6 +172,9 @@ class _Distance(torch.autograd.Function):
             aliases = x1.view_as(x1), x2.view_as(x2)
             return torch.autograd.grad(_distance(*aliases), aliases, upstream, create_graph=True)
         slope = upstream[:, None].to(length.dtype) / length
-        slope.masked_fill_(length == 0, 0.0)
-        gradient = torch.mul(difference, slope, out=torch.empty_like(difference))
+        slope = slope.masked_fill(length == 0, 0.0)
+        if is_batched(upstream):  # nothing can then be written into
+            gradient = (difference * slope).to(difference.dtype)
+        else:
+            gradient = torch.mul(difference, slope, out=torch.empty_like(difference))
         return gradient, -gradient if ctx.needs_input_grad[1] else None

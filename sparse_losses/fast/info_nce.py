@@ -6,7 +6,6 @@ negatives and ``-sigmoid(gap)`` at the positive, with ``gap = logsumexp(negative
 and freed: three matrix products in total.
 """
 
-import functools
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
@@ -175,9 +174,11 @@ class Direction(NamedTuple):
 
     def excluded_keys(self, rows: slice, above: Tensor | None = None) -> Tensor | None:
         """Mask ``[c, K]`` of what ids, ``candidate_mask`` and ``above`` exclude, or ``None``."""
-        masks = [same_ids(self.ids, self.first, rows), self.left_out_keys(rows), above]
-        masks = [mask for mask in masks if mask is not None]
-        return functools.reduce(torch.logical_or, masks) if masks else None
+        excluded = None
+        for mask in (same_ids(self.ids, self.first, rows), self.left_out_keys(rows), above):
+            if mask is not None:
+                excluded = mask if excluded is None else excluded | mask
+        return excluded
 
     def left_out_keys(self, rows: slice) -> Tensor | None:
         """Mask ``[c, K]`` of the keys that ``candidate_mask`` leaves out."""
@@ -388,9 +389,13 @@ class _Computation:
         """Return losses, softmax over the negatives, and minus the slope at the positives."""
         gaps = self._gaps(direction, block, own, rows, dim)
         has_negatives = gaps.shape[1] > 1 and self._excludes_nothing()
-        own = None if has_negatives else own
-        options = {"decoupled": self.call.decoupled, "needs_gradient": bool(self.needs)}
-        values, probabilities, slopes = one_positive_rows_and_slopes(gaps, own, dim, **options)
+        values, probabilities, slopes = one_positive_rows_and_slopes(
+            gaps,
+            None if has_negatives else own,
+            dim,
+            decoupled=self.call.decoupled,
+            needs_gradient=bool(self.needs),
+        )
         if self.call.decoupled and self.valid is not None:
             values, slopes = (torch.where(self.valid[rows], x, 0.0) for x in (values, slopes))
         return values, probabilities, slopes

@@ -150,7 +150,7 @@ class DenseScores:
         widths = [sum(self.sizes[name] for name in group) for group in self.groups]
         terms = []
         for group, part, (values, norm, _) in zip(
-            self.groups, gradient.split(widths, 1), self.back, strict=True
+            self.groups, torch.split(gradient, widths, 1), self.back, strict=True
         ):
             is_needed = not self.needs.isdisjoint(group)
             if values.ndim == 2:
@@ -187,8 +187,8 @@ class DenseScores:
                 for name in group if total.shape[-2] > self.sizes[group[0]] else group[:1]:
                     found[name] = gradient.narrow(-2, start, self.sizes[name])
                     start += self.sizes[name]
-        if self.own_key and (gradient := found.get("key")) is not None:
-            found["key"] = gradient.squeeze(1)
+        if self.own_key and (of_keys := found.get("key")) is not None:
+            found["key"] = of_keys.squeeze(1)
         return {name: gradient for name, gradient in found.items() if name in self.needs}
 
 

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -132,13 +132,13 @@ def products_by_columns(
     width, first = _tile_width(at, *(b for _, b in terms)), 0
     if not sums_bags(at):
         for start, stop in _bounds(at.shape[1], width):
-            tile = sum(g @ dense_tile(b, start, stop) for g, b in terms)
+            tile = _total(g @ dense_tile(b, start, stop) for g, b in terms)
             yield start, stop, tile.T, (at.column >= start) & (at.column < stop)
         return
     tables = [g.T.contiguous() for g, _ in terms]
     for parts in zip(*(column_tiles(b, width) for _, b in terms), strict=True):
         (start, stop, _), *_ = parts
-        tile = sum(
+        tile = _total(
             sum_bags(y.row, table, bounds_of(y.column, stop - start), y.value)
             for table, (_, _, y) in zip(tables, parts, strict=True)
         )
@@ -154,6 +154,10 @@ def read_tile(out: Tensor, at: NonZeros, tile: Tensor, start: int, here: Tensor 
     else:
         found = tile[(at.column - start).clamp(0, len(tile) - 1), at.row]
         out.copy_(torch.where(here, found, out))
+
+
+def _total(parts: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, parts)
 
 
 def _bounds(size: int, width: int) -> list[tuple[int, int]]:
@@ -177,7 +181,8 @@ def gather_entries(x: Tensor) -> Tensor:
     sizes = counts.view(num_ranks(), -1).sum(1).tolist()
 
     def gathered(own: Tensor) -> Tensor:
-        parts = gather_rows(nnf.pad(own, (0, max(sizes) - len(own)))).split(max(sizes) or 1)
+        padded = nnf.pad(own, (0, max(sizes) - len(own)))
+        parts = torch.split(gather_rows(padded), max(sizes) or 1)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=False)] or [own])
 
     crow = nnf.pad(counts.cumsum(0), (1, 0)).to(x.crow_indices().dtype)
@@ -190,7 +195,7 @@ def scatter_entries(gradient: Tensor, own: Tensor) -> Tensor:
     """Return this rank's rows of the sum over ranks of a CSR gradient in ``gather_entries``."""
     ends = gradient.crow_indices()[len(own) :: len(own)].tolist()
     sizes = [end - start for start, end in itertools.pairwise([0, *ends])]
-    padded = [nnf.pad(x, (0, max(sizes) - len(x))) for x in gradient.values().split(sizes)]
+    padded = [nnf.pad(x, (0, max(sizes) - len(x))) for x in torch.split(gradient.values(), sizes)]
     value = scatter_sum(torch.cat(padded))[: len(own.values())]
     crow, column = own.crow_indices(), own.col_indices()
     return torch.sparse_csr_tensor(crow, column, value, own.shape, check_invariants=False)

@@ -159,19 +159,19 @@ def _mse(
     else:
         count = (~absent).sum(dims, keepdim=True, dtype=student.dtype)
     count = sum_over_ranks(count) if across_ranks else count
-    divisor = count.sum()
     if by_row:
-        divisor = sum_over_ranks(divisor) if gather else divisor
+        divisor = (sum_over_ranks(count.sum()) if gather else count.sum()).clamp(min=1)
         if absent is not None:  # the z of a row of two are always +-0.7071: they say nothing
             absent = absent | (count < 2.5)
     count = count.clamp(min=1.5)  # fewer than two candidates have z = 0 and need no division by 0
+    divisor = divisor if by_row else count.squeeze()
     options = absent, count, dims, across_ranks
     if student.is_cpu:
         z_student, z_teacher = (z_scores(x, *options) for x in (student, teacher))
     else:  # half of the launches, but the teacher's side is also part of the backward pass
         z_student, z_teacher = z_scores(torch.stack([student, teacher]), *options)
     error = nnf.mse_loss(z_student, z_teacher.detach(), reduction="sum")
-    return (sum_over_ranks(error) if gather else error) / (divisor.clamp(min=1) / weight)
+    return (sum_over_ranks(error) if gather else error) / (divisor / weight)
 
 
 class DistillationLoss(LossModule):

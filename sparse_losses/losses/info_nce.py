@@ -145,7 +145,7 @@ def info_nce_loss(
         models with effective hard-negative mining (``false_negative_ratio``). Towards General Text
         Embeddings with Multi-stage Contrastive Learning, eq. 4 (``negatives_from``).
     """
-    arguments = {
+    arguments: dict[str, Any] = {
         "anchor": anchor,
         "positive": positive,
         "negative": negative,

@@ -1,5 +1,7 @@
 """N-pair loss: one positive against N negatives on raw dot products (N-pair Loss, 2016)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -59,8 +61,9 @@ def n_pair_loss(
     References:
         Improved Deep Metric Learning with Multi-class N-pair Loss Objective.
     """
-    arguments = {"anchor": anchor, "positive": positive, "negative": negative}
-    arguments |= {"in_batch": negative is None, "gather": gather, "reduction": reduction}
+    vectors = {"anchor": anchor, "positive": positive, "negative": negative}
+    options = {"in_batch": negative is None, "gather": gather, "reduction": reduction}
+    arguments: dict[str, Any] = {**vectors, **options}
     return compute(
         _definition, (NONZEROS, *DENSE), "auto", arguments
     )  # InfoNCE's, at temperature 1

@@ -177,7 +177,7 @@ def _small_entries(archive: Any) -> dict[str, Any]:
     found = {name: archive[name].item() for name in stored}
     if min(found[name] for name in NUMBERS) < 0:
         raise ValueError("one of its numbers is below 0")
-    if (shape_of_df, dtype_of_df) != ((found["vocab_size"],), np.int64):
+    if shape_of_df != (found["vocab_size"],) or dtype_of_df != np.int64:
         raise ValueError("its `df` has not V integers")
     return {**found, "tokenizer_sha256": found["tokenizer_sha256"] or None}
 
