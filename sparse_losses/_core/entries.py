@@ -1,9 +1,13 @@
-"""The entries of a CSR tensor, with their gradient."""
+"""The entries of a CSR tensor, with their gradient, and those of all ranks."""
 
+import itertools
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
+
+from sparse_losses.distributed import gather_rows, num_ranks, scatter_sum
 
 
 class Entries(NamedTuple):
@@ -51,3 +55,29 @@ def largest_of_rows(x: Tensor, k: int) -> Tensor:
     place = torch.where(rank < k, row * k + rank, len(x) * k)  # the last place is for the others
     flat = value.new_zeros(len(x) * k + 1).index_put((place,), value[order])
     return flat[:-1].view(len(x), k)
+
+
+def gather_entries(x: Tensor) -> Tensor:
+    """Return the rows of all ranks of a CSR matrix; entries are sent, as many as the most."""
+    counts = gather_rows(x.crow_indices().diff())
+    sizes = counts.view(num_ranks(), -1).sum(1).tolist()
+
+    def gathered(own: Tensor) -> Tensor:
+        padded = nnf.pad(own, (0, max(sizes) - len(own)))
+        parts = torch.split(gather_rows(padded), max(sizes) or 1)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=False)] or [own])
+
+    crow = nnf.pad(counts.cumsum(0), (1, 0)).to(x.crow_indices().dtype)
+    shape = (len(counts), x.shape[1])
+    column, value = gathered(x.col_indices()), gathered(x.values())
+    return torch.sparse_csr_tensor(crow, column, value, shape, check_invariants=False)
+
+
+def scatter_entries(gradient: Tensor, own: Tensor) -> Tensor:
+    """Return this rank's rows of the sum over ranks of a CSR gradient in ``gather_entries``."""
+    ends = gradient.crow_indices()[len(own) :: len(own)].tolist()
+    sizes = [end - start for start, end in itertools.pairwise([0, *ends])]
+    padded = [nnf.pad(x, (0, max(sizes) - len(x))) for x in torch.split(gradient.values(), sizes)]
+    value = scatter_sum(torch.cat(padded))[: len(own.values())]
+    crow, column = own.crow_indices(), own.col_indices()
+    return torch.sparse_csr_tensor(crow, column, value, own.shape, check_invariants=False)

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_losses._core.candidates import Call
 from sparse_losses._core.implementations import Implementation
 from sparse_losses._core.products import as_single
 from sparse_losses.fast.info_nce import (
-    Call,
     info_nce_by,
     nonzeros_unsupported_reason,
     prefers_nonzeros,

@@ -11,7 +11,6 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.entries import entries_of
-from sparse_losses.distributed import gather_rows, num_ranks, scatter_sum
 
 
 def bounds_of(index: Tensor, size: int) -> Tensor:
@@ -169,33 +168,3 @@ def _tile_width(*matrices: NonZeros) -> int:
     if sums_bags(matrices[0]):
         return max((1 << 20) // max(matrices[-1].shape[0], 1), 64)
     return max((1 << 26) // max(x.shape[0] for x in matrices), 64)
-
-
-# ------------------------------------------------------------------------------------------------
-# Entries of all ranks
-
-
-def gather_entries(x: Tensor) -> Tensor:
-    """Return the rows of all ranks of a CSR matrix; entries are sent, as many as the most."""
-    counts = gather_rows(x.crow_indices().diff())
-    sizes = counts.view(num_ranks(), -1).sum(1).tolist()
-
-    def gathered(own: Tensor) -> Tensor:
-        padded = nnf.pad(own, (0, max(sizes) - len(own)))
-        parts = torch.split(gather_rows(padded), max(sizes) or 1)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=False)] or [own])
-
-    crow = nnf.pad(counts.cumsum(0), (1, 0)).to(x.crow_indices().dtype)
-    shape = (len(counts), x.shape[1])
-    column, value = gathered(x.col_indices()), gathered(x.values())
-    return torch.sparse_csr_tensor(crow, column, value, shape, check_invariants=False)
-
-
-def scatter_entries(gradient: Tensor, own: Tensor) -> Tensor:
-    """Return this rank's rows of the sum over ranks of a CSR gradient in ``gather_entries``."""
-    ends = gradient.crow_indices()[len(own) :: len(own)].tolist()
-    sizes = [end - start for start, end in itertools.pairwise([0, *ends])]
-    padded = [nnf.pad(x, (0, max(sizes) - len(x))) for x in torch.split(gradient.values(), sizes)]
-    value = scatter_sum(torch.cat(padded))[: len(own.values())]
-    crow, column = own.crow_indices(), own.col_indices()
-    return torch.sparse_csr_tensor(crow, column, value, own.shape, check_invariants=False)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from sparse_losses._core.candidates import Call, Direction, directions, number_of
 from sparse_losses._core.implementations import compute
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.products import as_dense
@@ -19,13 +20,7 @@ from sparse_losses._core.softmax import (
     one_positive_rows,
 )
 from sparse_losses.distributed import gather_rows, rank
-from sparse_losses.fast.info_nce import (
-    DENSE,
-    Call,
-    Direction,
-    directions,
-    number_of,
-)
+from sparse_losses.fast.info_nce import DENSE
 from sparse_losses.fast.info_nce_nonzeros import NONZEROS
 
 Similarity = Literal["cosine", "dot"]
