@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# PyTorch 2.13 has new names and warns of the old ones. We use public functions that write into a
-# tensor because the compiler can trace them.
+# PyTorch 2.13 has new names. What writes into a tensor can be traced by the compiler.
 if dist.is_available():
     _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -40,7 +39,7 @@ def rank() -> int:
 def gather_rows(x: Tensor, gather: bool = True) -> Tensor:
     """Return the rows of all ranks ``[W B, ...]``, in the order of the ranks, with gradients.
 
-    Every rank must call it, with the same shape and dtype. Without ``gather`` it returns ``x``.
+    Every rank must call it, with the same shape and dtype.
 
     Examples:
         >>> import torch
@@ -75,20 +74,17 @@ def _unless_alone(function: Any, x: Tensor) -> Tensor:
 
 def maximum_over_ranks(x: Tensor) -> Tensor:
     """Return the elementwise maximum of all ranks' ``x``, without a gradient."""
-    if num_ranks() == 1:
-        return x
-    largest = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest
+    if num_ranks() > 1:
+        x = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    return x
 
 
 def agree_across_ranks(call: str, gather: object, *data: Tensor | None, **values: object) -> bool:
     """Return whether other ranks take part in a call with ``gather``; if so, check their values.
 
-    ``values`` are the sizes, flags, choices and numbers that must be equal on all ranks; the width
-    of the widest dtype, which is sent, is compared too. One number per rank is exchanged: a hash.
-    Only if hashes differ do the ranks exchange the values, for the error. Compiled code compares
-    nothing: the caller must ensure equal values.
+    ``values`` must be equal on all ranks, as must the width of the widest dtype. One number per
+    rank is exchanged, a hash, and the values only if hashes differ. Compiled code compares nothing.
 
     Raises:
         TypeError: for a ``gather`` that is no bool.
@@ -110,13 +106,10 @@ def agree_across_ranks(call: str, gather: object, *data: Tensor | None, **values
 def refuse_across_ranks(
     call: str, gather: object, arguments: Iterable[object], error: Exception
 ) -> None:
-    """Tell the ranks that wait in ``agree_across_ranks`` why this rank has refused its arguments.
-
-    They raise an error that repeats this one, which is the caller's to raise.
-    """
+    """Tell the ranks that wait in ``agree_across_ranks`` the error, which the caller raises."""
     tensors = [x for x in arguments if isinstance(x, Tensor)] or [torch.empty(0)]
+    refusal = {REFUSAL: f"{type(error).__name__}: {error}"}
     with suppress(ValueError, RuntimeError):  # what the others did wrong, or that they have left
-        refusal = {REFUSAL: f"{type(error).__name__}: {error}"}
         agree_across_ranks(call, gather is True, *tensors, **refusal)
 
 
@@ -172,8 +165,6 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Each rank's own rows of the sum over ranks."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         own = x.new_empty((x.shape[0] // num_ranks(), *x.shape[1:]))

@@ -1,5 +1,6 @@
 """All functions of the package: ``import sparse_losses.functional as F``."""
 
+from sparse_losses._core.implementations import explain
 from sparse_losses.losses._false_negatives import false_negative_mask
 from sparse_losses.losses._mutual_information import mutual_information_lower_bound
 from sparse_losses.losses.distillation import distillation_loss
@@ -38,6 +39,7 @@ __all__ = [
     "calibrate_threshold",
     "context_overlap",
     "distillation_loss",
+    "explain",
     "false_negative_mask",
     "flops_loss",
     "gradient_report",

@@ -6,6 +6,7 @@ negatives and ``-sigmoid(gap)`` at the positive, with ``gap = logsumexp(negative
 and freed: three matrix products in total.
 """
 
+import functools
 from collections.abc import Callable, Set
 from typing import Any
 
@@ -17,7 +18,7 @@ from sparse_losses._core.entries import gather_entries, scatter_entries
 from sparse_losses._core.implementations import Arguments, Implementation, always
 from sparse_losses._core.softmax import one_positive_rows_and_slopes
 from sparse_losses.distributed import gather_rows, scatter_sum, sum_over_ranks
-from sparse_losses.fast.scores import DenseScores, Scores
+from sparse_losses.fast.scores import DenseScores
 
 Gradients = dict[str, Tensor]
 
@@ -113,21 +114,11 @@ def vectors_of(arguments: Arguments) -> list[Tensor]:
 # Value and gradient
 
 
-def direct_info_nce(needs: Set[str], **arguments: Any) -> tuple[Tensor, Gradients]:
-    """Return value and gradients of InfoNCE; all scores are held at once."""
-    return _Computation(needs, Call(**arguments), DenseScores, in_blocks=False).run()
-
-
-def blockwise_info_nce(needs: Set[str], **arguments: Any) -> tuple[Tensor, Gradients]:
-    """Return value and gradients of InfoNCE; some rows of the scores are held at a time."""
-    return _Computation(needs, Call(**arguments), DenseScores, in_blocks=True).run()
-
-
 def info_nce_by(
-    make_scores: Callable[..., Scores], needs: Set[str], call: Call
+    make_scores: Callable[..., Any], in_blocks: bool, needs: Set[str], **arguments: Any
 ) -> tuple[Tensor, Gradients]:
-    """Return value and gradients of InfoNCE by these scores, all at once."""
-    return _Computation(needs, call, make_scores, in_blocks=False).run()
+    """Return value and gradients of InfoNCE, all scores at once or some rows at a time."""
+    return _Computation(needs, Call(**arguments), make_scores, in_blocks).run()
 
 
 def _gathered(x: Tensor) -> Tensor:
@@ -142,7 +133,7 @@ class _Computation:
     """
 
     def __init__(
-        self, needs: Set[str], call: Call, make_scores: Callable[..., Scores], *, in_blocks: bool
+        self, needs: Set[str], call: Call, make_scores: Callable[..., Any], in_blocks: bool
     ) -> None:
         self.needs, self.call, self.make_scores = needs, call, make_scores
         batch, self.in_blocks = len(call.anchor), in_blocks
@@ -194,7 +185,7 @@ class _Computation:
                     has_negative.append((gaps != torch.finfo(gaps.dtype).min).any(1))
                 self.valid = torch.cat(has_negative)
 
-    def _scores(self, direction: Direction, needs: Set[str]) -> Scores:
+    def _scores(self, direction: Direction, needs: Set[str]) -> Any:
         """Return the scores of the queries of a direction with all keys, then the negatives."""
         call, (query, key) = self.call, direction[:2]
         keys, negative = getattr(call, key), call.negative
@@ -214,7 +205,7 @@ class _Computation:
             hides_nan=hides_nan if self.valid is None else {"query", "key", "negative"},
         )
 
-    def _gradients(self, direction: Direction, scores: Scores) -> Gradients:
+    def _gradients(self, direction: Direction, scores: Any) -> Gradients:
         """Return the gradients of the inputs; the rows of other ranks go there."""
         gradients = Gradients()
         for name, gradient in scores.gradients().items():
@@ -281,7 +272,7 @@ class _Computation:
         return values, probabilities, slopes
 
     def _one_direction(
-        self, scores: Scores, direction: Direction, rows: slice, weight: float | Tensor
+        self, scores: Any, direction: Direction, rows: slice, weight: float | Tensor
     ) -> Tensor:
         """Return the losses of some rows; ``scores`` keeps the gradients."""
         block = scores.block(rows)
@@ -296,7 +287,7 @@ class _Computation:
             scores.backward(rows, gradient)
         return losses
 
-    def _both_directions(self, scores: Scores, weight: float | Tensor) -> Tensor:
+    def _both_directions(self, scores: Any, weight: float | Tensor) -> Tensor:
         """Return the sums of both directions' losses, which share one product."""
         (rows,), (direction, _) = self.blocks, self.directions
         block = scores.block(rows)
@@ -316,8 +307,13 @@ DENSE = (  # in order of preference
         "blocks",
         dense_unsupported_reason,
         exceeds_a_block,
-        blockwise_info_nce,
+        functools.partial(info_nce_by, DenseScores, True),
         purpose="more scores than 2^21 on a CPU, 2^26 elsewhere",
     ),
-    Implementation("direct", dense_unsupported_reason, always, direct_info_nce),
+    Implementation(
+        "direct",
+        dense_unsupported_reason,
+        always,
+        functools.partial(info_nce_by, DenseScores, False),
+    ),
 )

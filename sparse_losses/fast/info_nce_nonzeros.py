@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_losses._core.candidates import Call
 from sparse_losses._core.implementations import Implementation
 from sparse_losses._core.products import as_single
 from sparse_losses.fast.info_nce import (
@@ -19,12 +18,12 @@ from sparse_losses.fast.sparse import NonZeros, non_zeros, product, products_by_
 
 def nonzeros_info_nce(needs: Set[str], **arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return value and gradients of InfoNCE by sparse products; all scores are held at once."""
-    single: Any = {n: as_single(x) if isinstance(x, Tensor) else x for n, x in arguments.items()}
-    return info_nce_by(NonzeroScores, needs, Call(**single))
+    single = {n: as_single(x) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    return info_nce_by(NonzeroScores, False, needs, **single)
 
 
 class NonzeroScores:
-    """``Scores`` from non-zeros; the gradient of a CSR input is restricted to its pattern."""
+    """As ``DenseScores``, from non-zeros; the gradient of a CSR input has its pattern."""
 
     def __init__(
         self,

@@ -1,35 +1,13 @@
 """Scores by matrix products, and their gradients; halves are multiplied as halves."""
 
 from collections.abc import Set
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparse_losses._core.products import HALVES, add_product_, product
 from sparse_losses._core.similarity import finite_rows, half_rows, through_unit_rows_, unit_rows
-
-
-class Scores(Protocol):
-    """Scores of queries with keys, then negatives, over the temperature, and their gradients."""
-
-    gradient_dtype: torch.dtype  # of the scores' gradient
-
-    def block(self, rows: slice) -> Tensor:
-        """Return the scores of some queries ``[c, K + N]``; the caller may overwrite them."""
-        ...
-
-    def scaled_(self, gradient: Tensor, rows: slice) -> Tensor:
-        """Scale, in place, a gradient of scores or a factor of it, ``[c, 1]``, for ``backward``."""
-        ...
-
-    def backward(self, rows: slice, gradient: Tensor) -> None:
-        """Add the scaled gradient of those scores, before the temperature; may overwrite it."""
-        ...
-
-    def gradients(self) -> dict[str, Tensor | None]:
-        """Return the gradients of ``query``, ``key``, ``negative`` and ``temperature``."""
-        ...
 
 
 class _Rows(NamedTuple):
@@ -55,7 +33,7 @@ class _Rows(NamedTuple):
 
 
 class DenseScores:
-    """``Scores`` by matrix products.
+    """Scores of queries with keys, then negatives, over the temperature, and their gradients.
 
     Args:
         needs: which gradients to compute.
@@ -104,6 +82,7 @@ class DenseScores:
             self.back_query, self.back = self.query.single(), [x.single() for x in self.candidates]
         dtype, is_one = self.back_query.values.dtype, [x.values.ndim for x in self.back] == [2]
         is_operand = is_one and self.back_query.norm is None  # it is multiplied as it is
+        # Of the scores.
         self.gradient_dtype = dtype if is_operand else torch.promote_types(dtype, torch.float32)
         self.grad_query: list[Tensor] = []  # one part per block
         self.grad_shared: Tensor | None = None
@@ -111,7 +90,7 @@ class DenseScores:
         self.grad_temperature: Tensor | None = None
 
     def block(self, rows: slice) -> Tensor:
-        """Return the scores of some queries."""
+        """Return the scores of some queries ``[c, K + N]``; the caller may overwrite them."""
         parts = [self._products(self.query.values[rows], x, rows) for x in self.candidates]
         scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if self.query.norm is not None:
@@ -139,12 +118,12 @@ class DenseScores:
         return scores if norm is None else scores.div_(norm[rows].squeeze(2))
 
     def scaled_(self, gradient: Tensor, rows: slice) -> Tensor:
-        """Divide by the queries' norms."""
+        """Divide a gradient of scores, or a factor of it ``[c, 1]``, by the queries' norms."""
         norm = self.back_query.norm
         return gradient if norm is None else gradient.div_(norm[rows])
 
     def backward(self, rows: slice, gradient: Tensor) -> None:
-        """Add the gradients of the rows as they are multiplied."""
+        """Add the gradient, scaled, of some scores before the temperature; may overwrite it."""
         query = self.back_query.values[rows]
         needs_query = not self.needs.isdisjoint(("query", "temperature"))
         widths = [sum(self.sizes[name] for name in group) for group in self.groups]
@@ -176,7 +155,7 @@ class DenseScores:
             self.grad_query.append(grad_query)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Return the gradients of the inputs."""
+        """Return the gradients of the inputs and of the temperature, by name."""
         found: dict[str, Tensor | None] = {"temperature": self.grad_temperature}
         if (total := _joined(self.grad_query)) is not None:
             found["query"] = self.back_query.gradient(total)

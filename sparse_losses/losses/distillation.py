@@ -13,6 +13,7 @@ from sparse_losses._core.z_scores import z_scores
 from sparse_losses.distributed import sum_over_ranks
 
 Standardize = Literal["batch", "row"]
+Scores = tuple[Tensor, Tensor, Tensor | None]  # student, teacher, which are no candidates
 
 
 @loss(
@@ -92,24 +93,16 @@ def distillation_loss(
     if not values_can_be_checked(teacher_scores) or teacher_scores.amin() == -torch.inf:
         is_not_there = teacher_scores == -torch.inf
         absent = is_not_there if absent is None else absent | is_not_there
-    terms = []
-    if alpha_kl > 0:
-        terms.append(_kl(student_scores, teacher_scores, absent, alpha_kl, temperature, gather))
-    if alpha_mse > 0:
-        by_row = standardize == "row"
-        terms.append(_mse(student_scores, teacher_scores, absent, alpha_mse, by_row, gather))
-    return terms[0] + terms[1] if len(terms) == 2 else terms[0]
+    scores = student_scores, teacher_scores, absent
+    if not alpha_mse > 0:
+        return _kl(scores, alpha_kl, temperature, gather)
+    mse = _mse(scores, alpha_mse, standardize == "row", gather)
+    return _kl(scores, alpha_kl, temperature, gather) + mse if alpha_kl > 0 else mse
 
 
-def _kl(
-    student: Tensor,
-    teacher: Tensor,
-    absent: Tensor | None,
-    weight: float,
-    temperature: float | Tensor,
-    gather: bool,
-) -> Tensor:
+def _kl(scores: Scores, weight: float, temperature: float | Tensor, gather: bool) -> Tensor:
     """Return ``weight * T^2`` times the mean KL of the rows that have candidates."""
+    student, teacher, absent = scores
     limits = torch.finfo(student.dtype)
     if absent is not None and isinstance(temperature, Tensor):
         # Its gradient multiplies by the scores: 0 * inf is NaN.
@@ -142,15 +135,9 @@ def _kl(
     return kl / (rows / (weight * temperature * temperature))
 
 
-def _mse(
-    student: Tensor,
-    teacher: Tensor,
-    absent: Tensor | None,
-    weight: float,
-    by_row: bool,
-    gather: bool,
-) -> Tensor:
+def _mse(scores: Scores, weight: float, by_row: bool, gather: bool) -> Tensor:
     """Return ``weight`` times the mean squared difference of the candidates' z-scores."""
+    student, teacher, absent = scores
     dims = (-1,) if by_row else (-2, -1)
     across_ranks = gather and not by_row  # one matrix of all ranks' rows
     if absent is None:

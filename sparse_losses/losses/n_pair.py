@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_losses._core.candidates import Call
 from sparse_losses._core.implementations import compute
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.products import as_dense
@@ -69,31 +70,26 @@ def n_pair_loss(
     )  # InfoNCE's, at temperature 1
 
 
-def _definition(
-    anchor: Tensor,
-    positive: Tensor,
-    negative: Tensor | None,
-    in_batch: bool,
-    gather: bool,
-    reduction: Reduction,
-) -> Tensor:
+def _definition(**arguments: Any) -> Tensor:
     """The formula, operation by operation."""
-    anchor, positive = as_dense(anchor), as_dense(positive)
-    if negative is None:
-        scores = anchor @ gather_rows(positive, gather).T
-        first = rank() * len(anchor) if gather else 0  # the column of the first row's positive
+    call = Call(**arguments)
+    anchor, positive = as_dense(call.anchor), as_dense(call.positive)
+    if call.negative is None:
+        scores = anchor @ gather_rows(positive, call.gather).T
+        first = rank() * len(anchor) if call.gather else 0  # the column of the first row's positive
         own, (rows, columns) = diagonal(scores, first), scores.shape
         is_own = torch.eye(first + rows, columns, dtype=torch.bool, device=scores.device)[first:]
     else:
-        negative = gather_rows(as_dense(negative), gather and negative.ndim == 2)
+        negative = as_dense(call.negative)
         is_shared = negative.ndim == 2
+        negative = gather_rows(negative, call.gather and is_shared)
         scores = anchor @ negative.T if is_shared else torch.einsum("bd,bnd->bn", anchor, negative)
         own, is_own = (anchor * positive).sum(-1), None
-    return reduce(one_positive_rows(scores, own, is_own), reduction, gather=gather)
+    return reduce(one_positive_rows(scores, own, is_own), call.reduction, gather=call.gather)
 
 
 class NPairLoss(LossModule):
-    """Module of ``n_pair_loss``; see the function for formula and arguments.
+    """Module of ``n_pair_loss``.
 
     Examples:
         >>> import torch

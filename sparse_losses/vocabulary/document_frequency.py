@@ -27,8 +27,8 @@ class DocumentFrequency:
 
     Args:
         vocab_size: Number of token ids, V.
-        tokenizer_sha256: Fingerprint of the tokenizer that made the ids, from the function
-            ``tokenizer_sha256``. Only counters with equal fingerprints (or ``None``) merge.
+        tokenizer_sha256: Fingerprint of the tokenizer, from the function ``tokenizer_sha256``. Only
+            counters with equal fingerprints (or ``None``) merge.
 
     Attributes:
         df: Number of documents per token, int64 ``[V]``, on the CPU.
@@ -61,9 +61,9 @@ class DocumentFrequency:
         self.num_documents = self.num_tokens = 0
 
     def __repr__(self) -> str:
-        counts = f"vocab_size={self.vocab_size}, num_documents={self.num_documents}"
-        fingerprint = f", tokenizer_sha256={self.tokenizer_sha256!r}" * bool(self.tokenizer_sha256)
-        return f"DocumentFrequency({counts}{fingerprint})"
+        return (
+            f"DocumentFrequency(vocab_size={self.vocab_size}, num_documents={self.num_documents})"
+        )
 
     @property
     def mean_length(self) -> float:
@@ -138,9 +138,8 @@ class DocumentFrequency:
     ) -> Self:
         """Load a file written by ``save``, without unpickling.
 
-        Counts that are not those of ``tokenizer``, which has ``get_vocab()``, or have not
-        ``vocab_size`` entries, where these are given, are refused before they are unpacked; so are
-        damaged files and impossible numbers.
+        Counts of another ``tokenizer`` (with ``get_vocab()``) or ``vocab_size``, where these are
+        given, are refused before they are unpacked. Impossible numbers are refused, too.
         """
         sha256 = None if tokenizer is None else tokenizer_sha256(tokenizer)
         what = f"{path} is not a DocumentFrequency file"
@@ -149,19 +148,16 @@ class DocumentFrequency:
                 archive = np.load(file, allow_pickle=False)
                 found = _small_entries(archive)
             for name, wanted in (("vocab_size", vocab_size), ("tokenizer_sha256", sha256)):
-                if wanted not in (None, found[name]):
-                    received = found[name]
-                    raise ValueError(
-                        f"expected {path} to have {name} = {wanted!r}, got {received!r}"
-                    )
+                if wanted not in (None, had := found[name]):
+                    raise ValueError(f"expected {path} to have {name} = {wanted!r}, got {had!r}")
             with refused_if_damaged(what):
                 if archive.zip.testzip() is not None:
                     raise ValueError("its checksum is wrong")
                 df, most = torch.from_numpy(archive["df"]), found["num_documents"]
                 if df.min() < 0 or df.max() > most or df.sum() > found["num_tokens"]:
                     raise ValueError(f"its `df` is not of {most} documents")
-        counter = cls(found.pop("vocab_size"), tokenizer_sha256=found.pop("tokenizer_sha256"))
-        vars(counter).update(found, df=df)
+        counter = cls(len(df), tokenizer_sha256=found["tokenizer_sha256"])
+        counter.df, counter.num_documents, counter.num_tokens = df, most, found["num_tokens"]
         return counter
 
 
