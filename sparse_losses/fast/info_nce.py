@@ -56,13 +56,12 @@ def exceeds_a_block(arguments: Arguments) -> bool:
 
 def unsupported_reason(arguments: Arguments) -> str | None:
     """Return why implementations with their own gradient do not support the call, or ``None``."""
-    call = Call(**arguments)
-    anchor, temperature = call.anchor, call.temperature
-    if call.positive_mask is not None:
+    anchor, temperature = arguments["anchor"], arguments["temperature"]
+    if arguments["positive_mask"] is not None:
         return "no `positive_mask`"
-    if set(call.negatives_from) != {"document"}:
+    if set(arguments["negatives_from"]) != {"document"}:
         return 'negatives_from=("document",)'
-    if call.reduction == "none":
+    if arguments["reduction"] == "none":
         return 'reduction="mean" or "sum"'
     if min(anchor.shape) == 0:
         return f"B and D of at least 1, got {list(anchor.shape)},"

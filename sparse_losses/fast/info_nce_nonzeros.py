@@ -116,7 +116,8 @@ class NonzeroScores:
         for start, stop, tile, here in products_by_columns(products, entries):
             read_tile(at_entries, entries, tile, start, here)
             if dense is not None:
-                dense[:, start:stop] = (tile if length is None else tile / length).T
+                tile = tile if length is None else tile.div_(length)
+                dense[:, start:stop] = tile.T.contiguous()
         along = entries.value.new_zeros(entries.shape[0])
         along.index_add_(0, entries.row, entries.value * at_entries)
         if length is not None:  # remove the part parallel to the row

@@ -126,11 +126,11 @@ class DenseScores:
         """Add the gradient, scaled, of some scores before the temperature; may overwrite it."""
         query = self.back_query.values[rows]
         needs_query = not self.needs.isdisjoint(("query", "temperature"))
-        widths = [sum(self.sizes[name] for name in group) for group in self.groups]
-        terms = []
-        for group, part, (values, norm, _) in zip(
-            self.groups, torch.split(gradient, widths, 1), self.back, strict=True
-        ):
+        terms, start = [], 0
+        for group, (values, norm, _) in zip(self.groups, self.back, strict=True):
+            stop = start + sum(self.sizes[name] for name in group)
+            part = gradient if len(self.groups) == 1 else gradient[:, start:stop]
+            start = stop
             is_needed = not self.needs.isdisjoint(group)
             if values.ndim == 2:
                 part = _as_operand(part, None if norm is None else norm.T, values.dtype)

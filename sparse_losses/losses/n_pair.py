@@ -62,12 +62,10 @@ def n_pair_loss(
     References:
         Improved Deep Metric Learning with Multi-class N-pair Loss Objective.
     """
-    vectors = {"anchor": anchor, "positive": positive, "negative": negative}
-    options = {"in_batch": negative is None, "gather": gather, "reduction": reduction}
-    arguments: dict[str, Any] = {**vectors, **options}
-    return compute(
-        _definition, (NONZEROS, *DENSE), "auto", arguments
-    )  # InfoNCE's, at temperature 1
+    # The arguments of InfoNCE at temperature 1.
+    arguments = Call(anchor, positive, negative)._asdict()
+    arguments |= {"in_batch": negative is None, "gather": gather, "reduction": reduction}
+    return compute(_definition, (NONZEROS, *DENSE), "auto", arguments)
 
 
 def _definition(**arguments: Any) -> Tensor:
