@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_integer, check_number, check_shapes
+from sparse_losses._core.entries import entries_of
 from sparse_losses.distributed import agree_across_ranks, sum_over_ranks
 
 
@@ -72,17 +73,24 @@ class ActivationFrequency(nn.Module):
         """Count a batch.
 
         Args:
-            activations: ``[B, V]``, a text per row; entries > 0 are active.
+            activations: ``[B, V]``, a text per row, dense or CSR; entries > 0 are active.
 
         Raises:
             ValueError: If the shape is not ``[B, V]`` or the device not the counter's.
         """
-        check_shapes(activations=(activations, "B V"), **{"self.active": (self.active, "V")})
+        check_shapes(activations=(activations, "B V, csr"), **{"self.active": (self.active, "V")})
         if self.decay is not None:
             for total in self.buffers():
                 total.mul_(self.decay)
-        is_number = ~activations.isnan().any(1, keepdim=True)
-        self.own_active.add_(((activations > 0) & is_number).sum(0))
+        if activations.layout == torch.sparse_csr:
+            entries, dtype = entries_of(activations), self.active.dtype
+            is_number = entries.sum_rows(len(activations), entries.value.isnan().to(dtype)) == 0
+            is_active = (entries.value > 0) & is_number[entries.row]
+            active = entries.sum_columns(self.vocab_size, is_active.to(dtype))
+        else:
+            is_number = ~activations.isnan().any(1)
+            active = ((activations > 0) & is_number[:, None]).sum(0)
+        self.own_active.add_(active)
         self.own_num_texts.add_(is_number.sum())
 
     def merge(self, other: "ActivationFrequency") -> Self:
