@@ -19,6 +19,15 @@ from sparse_losses.fast import head, head_tiles
 
 LAYERS = ("splade_head", "end_to_end", "objective")  # they have bounds of their own
 NO_MORE_THAN_PLAIN = ("info_nce", "nws", "flops", "idf_flops")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# More than 1.25 times the plain formula's and than 20, for what that formula does not do.
+MORE = {
+    "distillation": 1.75,  # leave out a teacher's -inf; digits where both sides nearly agree
+    "margin_mse": 2.7,  # leave out a teacher's -inf; cast halves
+    "n_pair": 2.6,  # digits of easy rows; half precision is scaled back
+    "positive_activation": 2.7,  # sort a text's tokens, where the formula holds a mask [B, V]
+    "ranknet": 1.65,  # leave out a teacher's -inf, and rows without a pair
+}
 B, S, V, H = 4, 12, 60, 8
 
 
@@ -27,9 +36,12 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return tensor.requires_grad_() if tensor.is_floating_point() else tensor
 
 
-def on_meta(tensors: dict) -> dict:
+def on_meta(tensors: dict, dtype: torch.dtype) -> dict:
+    """Return what a loss takes, and of that what has a gradient in ``dtype``."""
     return {
-        name: x.detach().to("meta").requires_grad_(x.requires_grad)
+        name: x.detach()
+        .to("meta", dtype if x.requires_grad else None)
+        .requires_grad_(x.requires_grad)
         for name, x in tensors.items()
         if name != "upstream"
     }
@@ -43,14 +55,27 @@ def text(*leading: int, length: int = S) -> tuple[torch.Tensor, torch.Tensor]:
 # Losses and layers
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("loss", [name for name in NAMES if name not in LAYERS])
-def test_loss_launches_few_more_than_the_plain_formula(loss):
+def test_loss_launches_few_more_than_the_plain_formula(loss, dtype):
     for case in cases("tiny", [loss]):
         calls = {variant.name: variant.call for variant in case.variants()}
-        inputs = on_meta(case.inputs(Maker(torch.device("cpu"))))
+        inputs = on_meta(case.inputs(Maker(torch.device("cpu"))), dtype)
         plain, ours = (training_launches(calls[name], **inputs).count for name in ("eager", "ours"))
-        bound = plain if loss in NO_MORE_THAN_PLAIN else max(1.5 * plain, 36)
+        bound = plain if loss in NO_MORE_THAN_PLAIN else max(MORE.get(loss, 1.25) * plain, 20)
         assert 0 < ours <= bound, case.name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("function", [sl.info_nce_loss, sl.n_pair_loss])
+def test_without_a_gradient_none_is_computed(function, dtype):
+    anchor, positive = (meta(8, 16, dtype=dtype) for _ in range(2))
+    training = training_launches(function, anchor, positive)
+    with torch.no_grad(), Launches() as counted:
+        function(anchor, positive)
+    assert sum(each.name == "mm" for each in training.operations) == 3
+    assert sum(each.name == "mm" for each in counted.operations) == 1
+    assert not counted.names.keys() & {"sigmoid", "_softmax"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -183,59 +208,46 @@ def test_objective_launches_at_most_1_4_times_its_plain_formulas(preset, plain):
 
 
 class Step:
-    """A training step with every term, NWS with a queue, diagnostics and a controller."""
+    """A training step with every loss, NWS with a queue, and diagnostics."""
 
     def __init__(self) -> None:
-        token_losses = ("flops", "min_activation", "language_penalty", "self_reconstruction")
-        weights = {"info_nce": 1.0, "triplet_margin": 0.1, "margin_mse": 0.1}
-        weights |= {"ranknet": 0.1, "distillation": 0.1, "context_distillation": 0.1}
-        weights |= {
-            f"{side}_{loss}": 0.01
-            for side in ("query", "document")
-            for loss in (*token_losses, "positive_activation")
-        }
-        self.objective = sl.SpladeObjective(
-            weights,
-            language_penalty=sl.LanguagePenaltyLoss(torch.ones(V)),
-            special_token_ids=[0, 1],
-            stopword_ids=[2],
-        ).to("meta")
-        filtered = sl.InfoNCELoss(false_negative_margin=0.1, false_negative_ratio=0.9)
-        self.filtered = sl.SpladeObjective({"info_nce": 1.0}, info_nce=filtered).to("meta")
-        self.controller = sl.SparsityController(self.objective, target_active=8)
+        bounds = {"false_negative_margin": 0.1, "false_negative_ratio": 0.9}
+        self.pairs = sl.InfoNCELoss(), sl.InfoNCELoss(**bounds), sl.NPairLoss()
+        self.lists = sl.DistillationLoss(), sl.RankNetLoss()
+        self.sides = sl.FlopsLoss(), sl.MinActivationLoss(), sl.LanguagePenaltyLoss(torch.ones(V))
+        self.tokens = (
+            sl.SelfReconstructionLoss(ignore_token_ids=[0, 1]),
+            sl.PositiveActivationLoss(),
+        )
+        self.sides = tuple(loss.to("meta") for loss in self.sides)
         self.diagnostics = sl.Diagnostics(V, stopword_ids=[2])
         self.nws = sl.NWSLoss(torch.eye(5)).to("meta")
         self.queue = sl.LabelQueue(8, V, 5).to("meta")
 
     def __call__(self, hidden, weight, prototype):
-        query, document = (
-            sl.Texts(sl.splade_head(x, weight, None, mask), ids, mask)
-            for x in hidden
-            for ids, mask in [text(len(x))]
-        )
-        negative = sl.Texts(document.activations[B:].unflatten(0, (B, 1)), *text(B, 1))
-        positive = sl.Texts(*(None if x is None else x[:B] for x in document))
-        batch = sl.SpladeBatch(
-            query,
-            positive,
-            negative,
-            teacher_scores=meta(B, 2).detach(),
-            teacher_anchor_scores=meta(B, B).detach(),
-            teacher_candidates="own",
-        )
+        tokens = text(B)
+        query, document = (sl.splade_head(x, weight, None, tokens[1]) for x in hidden)
+        negative, teacher = document[:, None], meta(B, B).detach()
+        total = sum(loss(query, document) for loss in self.pairs)
+        total = total + sl.TripletMarginLoss()(query, document, negative)
+        total = total + sum(loss(query @ document.T, teacher) for loss in self.lists)
+        rows = (query * document).sum(1), (query * negative[:, 0]).sum(1)
+        total = total + sl.MarginMSELoss()(*rows, *(x.detach() for x in rows))
+        total = total + sl.PairwiseContrastiveLoss()(query, document, tokens[1][:, 0])
+        total = total + sum(loss(x) for loss in self.sides for x in (query, document))
+        total = total + sum(loss(query, *tokens) for loss in self.tokens)
         labels = torch.ones(B, 5, device="meta")
         queued = {"queue": self.queue.features.clone(), "queue_labels": self.queue.labels.clone()}
-        nws = self.nws(query.activations, labels, prototype, queue_mask=self.queue.mask, **queued)
-        self.queue.enqueue(query.activations, labels)
-        self.controller.observe(document.activations)
-        left_out = self.filtered.false_negatives(batch)
-        self.diagnostics.update(positive, other_side=query, false_negatives=left_out)
-        return self.objective(batch).total + nws
+        total = total + self.nws(query, labels, prototype, queue_mask=self.queue.mask, **queued)
+        self.queue.enqueue(query, labels)
+        texts = (sl.Texts(x, *tokens) for x in (document, query))
+        self.diagnostics.update(next(texts), other_side=next(texts))
+        return total
 
 
 def test_training_step_reads_no_value():
-    """What is read, ``Diagnostics.report_later`` and ``controller.step``, goes by ``HostCopy``."""
-    hidden = [meta(rows, S, H) for rows in (B, 2 * B)]
+    """What is read later, as by ``Diagnostics.report_later``, is copied."""
+    hidden = [meta(B, S, H) for _ in range(2)]
     counted = training_launches(Step(), hidden, meta(V, H), meta(5, V))
     assert counted.count > 200
 

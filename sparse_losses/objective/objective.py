@@ -13,10 +13,11 @@ from sparse_losses._core.loss import LossModule, shown
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.token_ids import TokenIds, as_mask, check_ids
 from sparse_losses.distributed import gather_rows, num_ranks, rank, skip_size_check
+from sparse_losses.losses._false_negatives import false_negative_mask
 from sparse_losses.losses.distillation import DistillationLoss
 from sparse_losses.losses.flops import FlopsLoss
 from sparse_losses.losses.idf_flops import IdfFlopsLoss
-from sparse_losses.losses.info_nce import InfoNCELoss, false_negative_mask
+from sparse_losses.losses.info_nce import InfoNCELoss
 from sparse_losses.losses.language_penalty import LanguagePenaltyLoss
 from sparse_losses.losses.margin_mse import MarginMSELoss
 from sparse_losses.losses.min_activation import MinActivationLoss

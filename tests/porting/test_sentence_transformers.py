@@ -170,7 +170,9 @@ def test_gist_with_anchors_and_positives_as_negatives(columns, strategy, margin,
 
     positive_mask = torch.eye(Q, 4 * Q)
     mask = F.false_negative_mask(scores(*guides), positive_mask, **bound)
-    ours = F.info_nce_from_scores(scores(*columns[:3]) / 0.2, positive_mask, mask)
+    ours = F.info_nce_from_scores(
+        scores(*columns[:3]), positive_mask, candidate_mask=mask, temperature=0.2
+    )
     assert_equal(theirs, ours, *columns[:3])
 
 
