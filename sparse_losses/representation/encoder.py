@@ -20,10 +20,12 @@ from sparse_losses._core.implementations import is_exported
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask, attended_ids
 from sparse_losses.representation._language_model import (
-    check_bidirectional,
     evaluating,
+    position_limits,
     projection_of,
+    set_attention,
     unwrapped,
+    without_cache,
 )
 from sparse_losses.representation.calibration import calibrate_encoder
 from sparse_losses.representation.encoding import (
@@ -34,8 +36,10 @@ from sparse_losses.representation.encoding import (
     collected,
     entries_of,
     named,
+    prompt_of,
     pruned,
     spelled,
+    token_ids,
 )
 from sparse_losses.representation.folder import Folder, named_damage, write_folder
 from sparse_losses.representation.gate import ContextGate
@@ -54,6 +58,8 @@ SETTINGS: dict[str, Any] = {
     "max_active_dims": None,
     "document_threshold": None,
     "query_threshold": None,
+    "prompts": None,
+    "default_prompt_name": None,
 }
 
 
@@ -90,6 +96,9 @@ class SpladeEncoder(nn.Module):
         max_active_dims: The default ``max_active_dims`` of ``encode``.
         document_threshold: A dimension of a document is 0 unless its pooled logit is above it.
         query_threshold: The same for queries.
+        prompts: What ``encode`` puts before texts, by name: documents take that of the first name
+            in ``"document"``, ``"passage"`` and ``"corpus"``, queries that of ``"query"``.
+        default_prompt_name: The name of the prompt of a side without one.
 
     Create the encoder after ``resize_token_embeddings``, which replaces the matrix.
 
@@ -140,6 +149,8 @@ class SpladeEncoder(nn.Module):
         max_active_dims: int | None = None,
         document_threshold: float | None = None,
         query_threshold: float | None = None,
+        prompts: dict[str, str] | None = None,
+        default_prompt_name: str | None = None,
     ) -> None:
         super().__init__()
         self.expansion, self.activation = expansion, activation
@@ -147,8 +158,9 @@ class SpladeEncoder(nn.Module):
         self.softcap, self.logit_scale = softcap, logit_scale
         self.prune_ratio, self.max_active_dims = prune_ratio, max_active_dims
         self.document_threshold, self.query_threshold = document_threshold, query_threshold
+        self.prompts, self.default_prompt_name = prompts, default_prompt_name
         _check_settings(self._settings() | {"importance": importance, "max_length": max_length})
-        inner = unwrapped(model)
+        inner, model = unwrapped(model), getattr(model, "_orig_mod", model)
         if expansion:
             self.head = SpladeHead.from_masked_lm(model, activation=activation)
             self.head.softcap = softcap or self.head.softcap
@@ -159,11 +171,8 @@ class SpladeEncoder(nn.Module):
                 f"{type(model).__name__}: model.merge_and_unload() merges adapters"
             )
         self.model = model if expansion else model.base_model
-        self._is_causal = type(inner).__name__.endswith("ForCausalLM")
-        if self._is_causal:
-            inner.config.is_causal = not bidirectional
-            if bidirectional:
-                check_bidirectional(inner)
+        set_attention(inner, bidirectional=bidirectional)
+        self._inputs = without_cache(inner.base_model)
         self.tokenizer = tokenizer
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -176,9 +185,10 @@ class SpladeEncoder(nn.Module):
                 f"{self.vocab_size}, got the id {largest}"
             )
         like = next(model.parameters())
-        if not expansion:
-            self.importance = _importance(importance, config.hidden_size).to(like)
-        gate = _gate(gate, config.hidden_size, self.vocab_size)
+        with like.device:
+            if not expansion:
+                self.importance = _importance(importance, config.hidden_size).to(like)
+            gate = _gate(gate, config.hidden_size, self.vocab_size)
         self.gate = None if gate is None else gate.to(like)
         if idf_weights is not None:
             idf_weights = _checked_idf_weights(idf_weights, self.vocab_size).to(like.device)
@@ -227,7 +237,8 @@ class SpladeEncoder(nn.Module):
             RuntimeError: if the model's output embeddings were replaced.
         """
         check_shapes(input_ids=(input_ids, "B S"))
-        attended_ids("input_ids", input_ids, torch.tensor(True), self.vocab_size, gathered=True)
+        anywhere = torch.tensor(True, device=input_ids.device)
+        attended_ids("input_ids", input_ids, anywhere, self.vocab_size, gathered=True)
         check_choice("side", side, (None, *SIDES))
         threshold = None if side is None else getattr(self, f"{side}_threshold")
         if apply_idf is not None:
@@ -271,14 +282,13 @@ class SpladeEncoder(nn.Module):
         model = self.model
         if self.expansion:
             linear, model = projection_of(model), unwrapped(model).base_model
-            is_same = linear is self.head._linear[0] and linear.weight is self.head.weight
+            is_same = linear == self.head._linear[0] and linear.weight is self.head.weight
             if not is_exported() and (not is_same or len(linear.weight) != self.vocab_size):
                 raise RuntimeError(
                     "expected the output embeddings that the encoder was created with, got others: "
                     "create it after resize_token_embeddings and after adding adapters to them"
                 )
-        if self._is_causal:
-            inputs = {"use_cache": False, **inputs}
+        inputs = {**self._inputs, **inputs}
         hidden: Tensor = model(input_ids=input_ids, attention_mask=attention_mask, **inputs)[0]
         return hidden
 
@@ -297,18 +307,25 @@ class SpladeEncoder(nn.Module):
         pooled = logits.new_full((logits.shape[0], self.vocab_size + 1), absent)
         return pooled.scatter_reduce(1, columns, logits, "amax", include_self=False)[:, :-1]
 
-    def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``attention_mask`` ``[B, S]``, on the model's device."""
+    def tokenize(
+        self, texts: Sequence[str], *, side: Literal["document", "query"] | None = None
+    ) -> dict[str, Tensor]:
+        """Return ``input_ids`` and ``attention_mask`` ``[B, S]``, on the model's device.
+
+        With a ``side`` its prompt is put before the texts.
+        """
         check_texts(texts)
-        batch = self.tokenizer(
-            list(texts),
-            padding=True,
+        if side is not None:
+            prompt = prompt_of(side, self.prompts, self.default_prompt_name)
+            texts = [prompt + text for text in texts]
+        return token_ids(
+            self.tokenizer,
+            texts,
+            self.device,
             padding_side="right",  # models that count positions from the left need text there
-            truncation=True,
+            truncation=self.max_length is not None,
             max_length=self.max_length,
-            return_tensors="pt",
         )
-        return {name: batch[name].to(self.device) for name in ("input_ids", "attention_mask")}
 
     def encode(
         self,
@@ -355,7 +372,8 @@ class SpladeEncoder(nn.Module):
             tqdm(total=len(texts), desc="Encoding", unit="text", disable=disable) as progress,
         ):
             for numbers in parts:
-                activations = full(self(**self.tokenize([texts[i] for i in numbers]), side=side))
+                batch = self.tokenize([texts[i] for i in numbers], side=side)
+                activations = full(self(**batch, side=side))
                 for i, entries in zip(numbers, entries_of(activations, numbers), strict=True):
                     vectors[i] = pruned(*entries, prune_ratio, max_active_dims)
                 progress.update(len(numbers))
@@ -534,7 +552,9 @@ class SpladeEncoder(nn.Module):
             _check_settings(saved)
             if (gate is None or gate is True) and saved.get("gate"):
                 config = unwrapped(model).config.get_text_config()
-                gate = ContextGate(config.hidden_size, config.vocab_size, **saved["gate"])
+                with torch.device("cpu"):
+                    gate = ContextGate(config.hidden_size, config.vocab_size, **saved["gate"])
+                gate = gate.float()
                 gate.load_state_dict(_part(tensors, "gate"))
         if idf_weights is not False:
             weights = tensors.get("idf_weights") if idf_weights is None else idf_weights
@@ -612,23 +632,17 @@ def _importance(kind: str, hidden_size: int) -> nn.Module:
     return nn.Sequential(nn.Linear(hidden_size, hidden_size), nn.ReLU(), nn.Dropout(0.1), last)
 
 
-def _max_length(max_length: int | None, model: Any, tokenizer: Any) -> int:
-    """Return the largest number of tokens, by default the limit of model and tokenizer."""
-    positions = [
-        # RoBERTa and its descendants number positions from the padding index on.
-        module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-        for name, module in model.named_modules()
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
-    ]
+def _max_length(max_length: int | None, model: Any, tokenizer: Any) -> int | None:
+    """Return the largest number of tokens: by default the limit of model and tokenizer, if any."""
+    limits = position_limits(model)
     if max_length is None:
-        known = getattr(model.config, "max_position_embeddings", None)
-        # The limit of a tokenizer is 1e30 if it is unknown.
-        return int(min([*positions, *([known] if known else []), tokenizer.model_max_length]))
+        known = [x for x in (*limits, tokenizer.model_max_length) if x < 10**9]  # 1e30: unknown
+        return min((int(x) for x in known), default=None)
     special = tokenizer.num_special_tokens_to_add(pair=False)
     check_integer("max_length", max_length, minimum=special + 1)
-    if positions and max_length > min(positions):
+    if limits and max_length > min(limits):
         raise ValueError(
-            f"expected `max_length` of at most the model's {min(positions)} positions, got "
+            f"expected `max_length` of at most the model's {min(limits)} positions, got "
             f"{max_length}"
         )
     return int(max_length)
