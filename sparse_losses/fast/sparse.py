@@ -29,7 +29,7 @@ def _silence_the_beta_notice() -> None:
     # PyTorch warns once per process that CSR is in beta; here its use is an implementation detail.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.eye(1).to_sparse_csr()
+        torch.eye(1, device="cpu").to_sparse_csr()
 
 
 def sum_bags(index: Tensor, table: Tensor, bounds: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -36,7 +36,6 @@ from sparse_losses.representation.encoding import (
     collected,
     entries_of,
     named,
-    prompt_of,
     pruned,
     spelled,
     token_ids,
@@ -59,7 +58,6 @@ SETTINGS: dict[str, Any] = {
     "document_threshold": None,
     "query_threshold": None,
     "prompts": None,
-    "default_prompt_name": None,
 }
 
 
@@ -96,9 +94,7 @@ class SpladeEncoder(nn.Module):
         max_active_dims: The default ``max_active_dims`` of ``encode``.
         document_threshold: A dimension of a document is 0 unless its pooled logit is above it.
         query_threshold: The same for queries.
-        prompts: What ``encode`` puts before texts, by name: documents take that of the first name
-            in ``"document"``, ``"passage"`` and ``"corpus"``, queries that of ``"query"``.
-        default_prompt_name: The name of the prompt of a side without one.
+        prompts: What ``encode`` puts before texts: a dict with ``"document"`` and ``"query"``.
 
     Create the encoder after ``resize_token_embeddings``, which replaces the matrix.
 
@@ -150,7 +146,6 @@ class SpladeEncoder(nn.Module):
         document_threshold: float | None = None,
         query_threshold: float | None = None,
         prompts: dict[str, str] | None = None,
-        default_prompt_name: str | None = None,
     ) -> None:
         super().__init__()
         self.expansion, self.activation = expansion, activation
@@ -158,7 +153,7 @@ class SpladeEncoder(nn.Module):
         self.softcap, self.logit_scale = softcap, logit_scale
         self.prune_ratio, self.max_active_dims = prune_ratio, max_active_dims
         self.document_threshold, self.query_threshold = document_threshold, query_threshold
-        self.prompts, self.default_prompt_name = prompts, default_prompt_name
+        self.prompts = prompts
         _check_settings(self._settings() | {"importance": importance, "max_length": max_length})
         inner, model = unwrapped(model), getattr(model, "_orig_mod", model)
         if expansion:
@@ -316,7 +311,7 @@ class SpladeEncoder(nn.Module):
         """
         check_texts(texts)
         if side is not None:
-            prompt = prompt_of(side, self.prompts, self.default_prompt_name)
+            prompt = (self.prompts or {}).get(side, "")
             texts = [prompt + text for text in texts]
         return token_ids(
             self.tokenizer,

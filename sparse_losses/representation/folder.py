@@ -207,12 +207,21 @@ class Folder:
                     raise ValueError(f"expected format {FORMAT}")
                 limits = (settings["max_length"], said.get("max_length"))
                 settings["max_length"] = min((x for x in limits if x), default=None)
-            prompts, default = encoder.get("prompts") or {}, encoder.get("default_prompt_name")
-            if default or any(prompts.values()):
-                settings |= {"prompts": prompts, "default_prompt_name": default}
-            if (similarity := encoder.get("similarity_fn_name")) not in (None, "dot"):
-                text = "compares vectors in sentence-transformers by"
-                warnings.warn(f"{self.name} {text} {similarity!r}, here by products", stacklevel=3)
+            if any((encoder.get("prompts") or {}).values()):
+                settings["prompts"] = encoder["prompts"]
+            differs = {
+                "compares vectors by {}, not by dot products": encoder.get("similarity_fn_name"),
+                "has the default prompt {}, for texts without a side": encoder.get(
+                    "default_prompt_name"
+                ),
+            }
+            kind, place = next(iter(self.modules("query").items()), ("", said["place"]))
+            if place.hub != said["place"].hub and "Static" not in kind:
+                differs["encodes queries by another {}, which is not loaded"] = kind
+            for text, x in differs.items():
+                if x not in (None, "dot"):
+                    said = f"{self.name} {text.format(x)}"
+                    warnings.warn(f"{said}, in sentence-transformers", stacklevel=3)
         return settings, tensors
 
     def read_linear(self, layer: nn.Module) -> dict[str, Tensor]:
@@ -316,13 +325,12 @@ def write_folder(
         state = {name.split(".")[1]: x for name, x in tensors.items() if "importance." in name}
         torch.save(state, target / LINEAR)
 
-    prompts = {key: settings.get(key) for key in ("prompts", "default_prompt_name")}
-    settings = {key: x for key, x in settings.items() if key not in prompts}
+    prompts = settings.get("prompts") or {}
+    settings = {key: x for key, x in settings.items() if key != "prompts"}
     limit = settings["max_active_dims"]
     if limit is None and settings.get("budgets"):
         limit = max(int(float(budget)) for budget in settings["budgets"])
-    said = Folder(target).json(ENCODER) | prompts | {"prompts": prompts["prompts"] or {}}
-    said |= {"model_type": "SparseEncoder", "max_active_dims": limit}
+    said = {"model_type": "SparseEncoder", "prompts": prompts, "max_active_dims": limit}
     _write_json(target / ENCODER, said)
     plain = {"expansion": True, "pool_special_tokens": True, "softcap": None, "logit_scale": None}
     plain |= {"idf_weights": False, "gate": None}
