@@ -20,7 +20,12 @@ def csr(row: Tensor, column: Tensor, values: Tensor, shape: tuple[int, int]) -> 
     """Return a sparse matrix of entries sorted by row."""
     _silence_the_beta_notice()
     return torch.sparse_csr_tensor(
-        bounds_of(row, shape[0]), column, values, shape, check_invariants=False
+        bounds_of(row, shape[0]),
+        column,
+        values,
+        shape,
+        device=values.device,  # not the default one
+        check_invariants=False,
     )
 
 
