@@ -1,13 +1,14 @@
 """An encoder from texts to sparse vectors: tokenizer, language model and head."""
 
+import json
 import os
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.activation import Activation, weights_of
+from sparse_losses._core.activation import Activation, pruned_weights, weights_of
 from sparse_losses._core.checks import (
     check_choice,
     check_flag,
@@ -15,7 +16,6 @@ from sparse_losses._core.checks import (
     check_number,
     check_shapes,
 )
-from sparse_losses._core.dtensors import full, is_dtensor
 from sparse_losses._core.implementations import is_exported
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask, attended_ids
@@ -25,7 +25,6 @@ from sparse_losses.representation._language_model import (
     projection_of,
     unwrapped,
 )
-from sparse_losses.representation.calibration import calibrate_encoder
 from sparse_losses.representation.encoding import (
     batches,
     check_finite,
@@ -41,6 +40,9 @@ from sparse_losses.representation.folder import Folder, named_damage, write_fold
 from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead
 
+if TYPE_CHECKING:
+    from sparse_losses.sparsity.calibration import Calibration
+
 SIDES = ("document", "query")
 # Arguments of the constructor that are kept as attributes, shown and saved, with their defaults.
 SETTINGS: dict[str, Any] = {
@@ -54,6 +56,8 @@ SETTINGS: dict[str, Any] = {
     "max_active_dims": None,
     "document_threshold": None,
     "query_threshold": None,
+    "keep_at_least": 1,
+    "budgets": {},
 }
 
 
@@ -90,6 +94,9 @@ class SpladeEncoder(nn.Module):
         max_active_dims: The default ``max_active_dims`` of ``encode``.
         document_threshold: A dimension of a document is 0 unless its pooled logit is above it.
         query_threshold: The same for queries.
+        keep_at_least: How many of its largest dimensions a text keeps, whatever the threshold.
+        budgets: Pairs of such thresholds by the number of active dimensions that they give, one of
+            which ``encode(texts, active=64)`` takes. ``calibrate`` sets all of these.
 
     Create the encoder after ``resize_token_embeddings``, which replaces the matrix.
 
@@ -140,6 +147,8 @@ class SpladeEncoder(nn.Module):
         max_active_dims: int | None = None,
         document_threshold: float | None = None,
         query_threshold: float | None = None,
+        keep_at_least: int = 1,
+        budgets: Mapping[float, tuple[float | None, float | None]] | None = None,
     ) -> None:
         super().__init__()
         self.expansion, self.activation = expansion, activation
@@ -147,6 +156,7 @@ class SpladeEncoder(nn.Module):
         self.softcap, self.logit_scale = softcap, logit_scale
         self.prune_ratio, self.max_active_dims = prune_ratio, max_active_dims
         self.document_threshold, self.query_threshold = document_threshold, query_threshold
+        self.keep_at_least, self.budgets = keep_at_least, dict(budgets or {})
         _check_settings(self._settings() | {"importance": importance, "max_length": max_length})
         inner = unwrapped(model)
         if expansion:
@@ -204,6 +214,7 @@ class SpladeEncoder(nn.Module):
         return_logits: bool = False,
         apply_idf: bool | None = None,
         side: Literal["document", "query"] | None = None,
+        active: float | None = None,
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return activations ``[B, V]``, fp32 (fp64 for a model in fp64).
@@ -219,6 +230,7 @@ class SpladeEncoder(nn.Module):
                 tokens that are not in the text.)
             apply_idf: Whether to multiply with the idf weights; ``None``: if there are any.
             side: ``"document"`` or ``"query"``: prune by that side's threshold.
+            active: One of the numbers in ``budgets``: prune by that one's threshold of the side.
             **inputs: Other inputs of the model, such as ``token_type_ids``.
 
         Raises:
@@ -227,9 +239,9 @@ class SpladeEncoder(nn.Module):
             RuntimeError: if the model's output embeddings were replaced.
         """
         check_shapes(input_ids=(input_ids, "B S"))
-        attended_ids("input_ids", input_ids, torch.tensor(True), self.vocab_size, gathered=True)
-        check_choice("side", side, (None, *SIDES))
-        threshold = None if side is None else getattr(self, f"{side}_threshold")
+        everywhere = torch.tensor(True, device=input_ids.device)
+        attended_ids("input_ids", input_ids, everywhere, self.vocab_size, gathered=True)
+        threshold = self._threshold(side, active)
         if apply_idf is not None:
             check_flag(apply_idf=apply_idf)
         if apply_idf and self.idf_weights is None:
@@ -240,18 +252,32 @@ class SpladeEncoder(nn.Module):
         pooled = self._pooled(input_ids, attention_mask, pool_mask)
         gate = None if self.gate is None else self.gate(hidden, attention_mask)
         if self.expansion:
-            needs_logits = return_logits or threshold is not None
-            output: Any = self.head(hidden, pooled, gate=gate, return_logits=needs_logits)
-            activations, logits = output if needs_logits else (output, output)
-            if threshold is not None:
-                activations = torch.where(logits <= threshold, 0.0, activations)
+            output: Any = self.head(hidden, pooled, gate=gate, return_logits=return_logits)
+            activations, logits = output if return_logits else (output, output)
         else:
             logits = self._token_logits(hidden, input_ids, pooled)
             logits = logits if gate is None else logits * gate
-            activations = weights_of(logits, self.activation, threshold)
+            activations = weights_of(logits, self.activation)
+        if threshold is not None:
+            activations = pruned_weights(
+                activations,
+                threshold,
+                self.keep_at_least,
+                activation=self.activation,
+                counted=None if self.idf_weights is None else self.idf_weights > 0,
+            )
         if self.idf_weights is not None and apply_idf is not False:
             activations = activations * self.idf_weights
         return (activations, logits) if return_logits else activations
+
+    def _threshold(self, side: str | None, active: float | None) -> float | None:
+        check_choice("side", side, (None, *SIDES))
+        if active is not None:
+            check_choice("active", active, tuple(self.budgets))
+        if side is None:
+            return None
+        known = (self.document_threshold, self.query_threshold)
+        return (known if active is None else self.budgets[active])[SIDES.index(side)]
 
     def _pooled(
         self, input_ids: Tensor, attention_mask: Tensor, pool_mask: Tensor | None = None
@@ -317,6 +343,7 @@ class SpladeEncoder(nn.Module):
         side: Literal["document", "query"] = "document",
         output: Literal["csr", "dense", "tokens"] = "csr",
         batch_size: int = 32,
+        active: float | None = None,
         prune_ratio: float | None = None,
         max_active_dims: int | None = None,
         show_progress: bool | None = None,
@@ -329,6 +356,8 @@ class SpladeEncoder(nn.Module):
             output: ``"csr"`` or ``"dense"``: a tensor ``[N, V]``, sparse in CSR layout or dense.
                 ``"tokens"``: a list of dicts of positive weights by token, the largest first.
             batch_size: Texts per batch; texts of similar length share a batch.
+            active: One of the numbers of active dimensions that ``calibrate`` was asked for, in
+                ``budgets``. ``None``: the largest, or none without calibration.
             prune_ratio: The share of a text's largest weight, in [0, 1), below which weights are
                 dropped. ``None``: the encoder's ``prune_ratio``.
             max_active_dims: The largest number of weights to keep per text. ``None``: the
@@ -342,12 +371,13 @@ class SpladeEncoder(nn.Module):
         from tqdm.auto import tqdm
 
         check_choice("side", side, SIDES)
+        self._threshold(side, active)
         check_choice("output", output, ("csr", "dense", "tokens"))
         check_pruning(prune_ratio, max_active_dims)
         prune_ratio = self.prune_ratio if prune_ratio is None else prune_ratio
         max_active_dims = self.max_active_dims if max_active_dims is None else max_active_dims
         parts = batches(texts, batch_size)
-        vectors: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(texts)
+        vectors: list[tuple[Tensor, Tensor]] = [()] * len(texts)  # type: ignore[assignment]
         disable = None if show_progress is None else not show_progress
         with (
             torch.no_grad(),  # FSDP2 could not train with what inference mode has gathered
@@ -355,7 +385,8 @@ class SpladeEncoder(nn.Module):
             tqdm(total=len(texts), desc="Encoding", unit="text", disable=disable) as progress,
         ):
             for numbers in parts:
-                activations = full(self(**self.tokenize([texts[i] for i in numbers]), side=side))
+                batch = self.tokenize([texts[i] for i in numbers])
+                activations: Any = self(**batch, side=side, active=active)
                 for i, entries in zip(numbers, entries_of(activations, numbers), strict=True):
                     vectors[i] = pruned(*entries, prune_ratio, max_active_dims)
                 progress.update(len(numbers))
@@ -449,44 +480,18 @@ class SpladeEncoder(nn.Module):
 
     def calibrate(
         self,
-        texts: Sequence[str],
-        target_active: float,
-        *,
-        side: Literal["document", "query"] = "document",
-        method: Literal["prune", "shift"] = "prune",
-        batch_size: int = 32,
-    ) -> float:
-        """Make texts keep ``target_active`` dimensions each, on average.
+        documents: Sequence[str],
+        target_active: float | Sequence[float] | None = None,
+        **options: Any,
+    ) -> "Calibration":
+        """Make texts keep as many active dimensions as you name: ``calibrate`` of this encoder.
 
-        ``"prune"`` sets the ``side``'s threshold: ``encode_document`` (or ``encode_query``) drops
-        the dimensions whose pooled logit is not above it. ``"shift"`` subtracts it from the bias of
-        the vocabulary projection (of the importance layer with ``expansion=False``), which lowers
-        all weights of both sides, and can add dimensions. A bias in half precision takes few
-        values, so it may miss the target by a few percent. Dimensions with an idf weight of 0 are
-        not counted.
-
-        Args:
-            texts: A sample of the texts to be encoded, which were not trained on.
-            target_active: Active dimensions per text, on average, > 0.
-            side: ``"document"`` or ``"query"``: whose vectors are pruned.
-            method: ``"prune"`` or ``"shift"``.
-            batch_size: Texts per batch.
-
-        Returns:
-            The threshold of the pooled logits; of ``"shift"`` the number that was subtracted,
-            which is negative if fewer than ``target_active`` were active.
-
-        Raises:
-            TypeError: for anything but a sequence of strings.
-            ValueError: if fewer dimensions are active (with ``"shift"``: can be), a logit is NaN,
-                or there is neither a bias to shift nor a config's ``decoder_bias`` to add one.
+        ``sparse_losses.calibrate`` explains arguments, result and errors. With ``"prune"`` its
+        thresholds are ``document_threshold``, ``query_threshold`` and ``budgets``.
         """
-        check_choice("side", side, SIDES)
-        check_choice("method", method, ("prune", "shift"))
-        t = calibrate_encoder(self, texts, target_active, method, batch_size)
-        if method == "prune":
-            setattr(self, f"{side}_threshold", t)
-        return t
+        from sparse_losses.sparsity.calibration import calibrate
+
+        return calibrate(self, documents, target_active, **options)
 
     def extra_repr(self) -> str:
         """Return the thresholds and other settings that are not the default."""
@@ -528,6 +533,7 @@ class SpladeEncoder(nn.Module):
         saved, tensors = folder.read()
         own = {name: saved.get(name) if x is None else x for name, x in own.items()}
         settings: dict[str, Any] = {name: x for name, x in own.items() if x is not None}
+        settings["budgets"] = {json.loads(key): x for key, x in settings["budgets"].items()}
         has_logits = bool(settings.get("expansion", True))
         model, tokenizer = folder.read_model(has_logits=has_logits, **options)
         with named_damage(folder.name):
@@ -562,7 +568,7 @@ class SpladeEncoder(nn.Module):
             TypeError: for parameters that are sharded over ranks.
             ValueError: for adapters of a base model without a path, or several of them.
         """
-        if any(is_dtensor(parameter) for parameter in self.parameters()):
+        if any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
             raise TypeError(
                 "expected whole parameters, got DTensors: save by torch.distributed.checkpoint, "
                 "and load that in one process"
@@ -598,6 +604,7 @@ def _check_settings(settings: dict[str, Any]) -> None:
     for name in (f"{side}_threshold" for side in SIDES):
         if settings[name] is not None:
             check_number(name, settings[name], minimum=0.0)
+    check_integer("keep_at_least", settings["keep_at_least"], minimum=0)
     check_pruning(settings["prune_ratio"], settings["max_active_dims"])
     if max_length is not None:
         check_integer("max_length", max_length, minimum=1)

@@ -70,13 +70,14 @@ def collected(
     """Return the entries of vectors as ``output``: ``"csr"``, ``"dense"`` or ``"tokens"``."""
     if output == "tokens":
         return [named(tokenizer, *entries) for entries in vectors]
-    counts = torch.tensor([len(ids) for ids, _ in vectors]).long()
-    rows = torch.arange(len(vectors)).repeat_interleave(counts)
-    empty = (torch.empty(0, dtype=torch.int64), torch.empty(0))
+    # On the CPU and in fp32, whatever the default device and dtype are.
+    counts = torch.tensor([len(ids) for ids, _ in vectors], dtype=torch.int64, device="cpu")
+    rows = torch.arange(len(vectors), device="cpu").repeat_interleave(counts)
+    empty = counts.new_empty(0), torch.empty(0, dtype=torch.float32, device="cpu")
     ids, weights = (torch.cat(parts) for parts in zip(empty, *vectors, strict=True))
     if output == "csr":
         return csr(rows, ids, weights, (len(vectors), vocab_size))
-    return torch.zeros(len(vectors), vocab_size).index_put_((rows, ids), weights)
+    return weights.new_zeros(len(vectors), vocab_size).index_put_((rows, ids), weights)
 
 
 def named(tokenizer: Any, ids: Tensor, weights: Tensor) -> dict[str, float]:
