@@ -191,7 +191,7 @@ LAZY = {  # what an extra brings, imported only inside a function
     "representation/encoder.py": {"tqdm"},
     "representation/folder.py": {"peft", "safetensors", "transformers"},
     "representation/static.py": {"safetensors", "transformers"},
-    "sparsity/calibration.py": {"tqdm"},
+    "sparsity/models.py": {"tqdm"},
 }
 
 

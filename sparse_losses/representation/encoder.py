@@ -93,10 +93,10 @@ class SpladeEncoder(nn.Module):
         prune_ratio: The default ``prune_ratio`` of ``encode``.
         max_active_dims: The default ``max_active_dims`` of ``encode``.
         document_threshold: A dimension of a document is 0 unless its pooled logit is above it.
+            ``calibrate`` sets this and the next three.
         query_threshold: The same for queries.
-        keep_at_least: How many of its largest dimensions a text keeps, whatever the threshold.
-        budgets: Pairs of such thresholds by the number of active dimensions that they give, one of
-            which ``encode(texts, active=64)`` takes. ``calibrate`` sets all of these.
+        keep_at_least: How many of its largest dimensions a text keeps whatever the threshold is.
+        budgets: Pairs of both thresholds by the number of active dimensions that they give.
 
     Create the encoder after ``resize_token_embeddings``, which replaces the matrix.
 
@@ -215,6 +215,7 @@ class SpladeEncoder(nn.Module):
         apply_idf: bool | None = None,
         side: Literal["document", "query"] | None = None,
         active: float | None = None,
+        layout: torch.layout = torch.strided,
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return activations ``[B, V]``, fp32 (fp64 for a model in fp64).
@@ -230,12 +231,14 @@ class SpladeEncoder(nn.Module):
                 tokens that are not in the text.)
             apply_idf: Whether to multiply with the idf weights; ``None``: if there are any.
             side: ``"document"`` or ``"query"``: prune by that side's threshold.
-            active: One of the numbers in ``budgets``: prune by that one's threshold of the side.
+            active: One of the numbers in ``budgets``, whose threshold takes its place.
+            layout: ``torch.sparse_csr``, as in ``splade_head``: with expansion, without idf weights
+                and threshold.
             **inputs: Other inputs of the model, such as ``token_type_ids``.
 
         Raises:
             TypeError: for texts (``tokenize`` gives their ids) or floating-point numbers.
-            ValueError: for ids outside [0, V); for ``apply_idf=True`` without idf weights.
+            ValueError: for ids outside [0, V); for options that the encoder does not have.
             RuntimeError: if the model's output embeddings were replaced.
         """
         check_shapes(input_ids=(input_ids, "B S"))
@@ -246,13 +249,21 @@ class SpladeEncoder(nn.Module):
             check_flag(apply_idf=apply_idf)
         if apply_idf and self.idf_weights is None:
             raise ValueError("expected idf weights for `apply_idf=True`, got None")
+        uses_idf = self.idf_weights is not None and apply_idf is not False
+        options: dict[str, Any] = {} if layout == torch.strided else {"layout": layout}
+        if options and (uses_idf or threshold is not None or not self.expansion):
+            raise ValueError(
+                f"expected expansion, and neither idf weights nor a threshold, with {layout}"
+            )
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         hidden = self._hidden(input_ids, attention_mask, **inputs)
         pooled = self._pooled(input_ids, attention_mask, pool_mask)
         gate = None if self.gate is None else self.gate(hidden, attention_mask)
         if self.expansion:
-            output: Any = self.head(hidden, pooled, gate=gate, return_logits=return_logits)
+            output: Any = self.head(
+                hidden, pooled, gate=gate, return_logits=return_logits, **options
+            )
             activations, logits = output if return_logits else (output, output)
         else:
             logits = self._token_logits(hidden, input_ids, pooled)
@@ -266,7 +277,7 @@ class SpladeEncoder(nn.Module):
                 activation=self.activation,
                 counted=None if self.idf_weights is None else self.idf_weights > 0,
             )
-        if self.idf_weights is not None and apply_idf is not False:
+        if uses_idf:
             activations = activations * self.idf_weights
         return (activations, logits) if return_logits else activations
 
@@ -313,14 +324,12 @@ class SpladeEncoder(nn.Module):
         logits: Tensor = self.importance(hidden)[:, :, 0].to(compute_dtype(hidden=hidden))
         return logits
 
-    def _token_logits(
-        self, hidden: Tensor, input_ids: Tensor, pooled_mask: Tensor, absent: float = 0.0
-    ) -> Tensor:
-        """Return the logit of every token of the texts, ``absent`` at the others."""
+    def _token_logits(self, hidden: Tensor, input_ids: Tensor, pooled_mask: Tensor) -> Tensor:
+        """Return the logit of every token of the texts, 0 at the others."""
         logits = self._position_logits(hidden)
         # The positions that do not count go to an extra column.
         columns = torch.where(pooled_mask, input_ids, self.vocab_size)
-        pooled = logits.new_full((logits.shape[0], self.vocab_size + 1), absent)
+        pooled = logits.new_zeros(logits.shape[0], self.vocab_size + 1)
         return pooled.scatter_reduce(1, columns, logits, "amax", include_self=False)[:, :-1]
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
@@ -356,8 +365,8 @@ class SpladeEncoder(nn.Module):
             output: ``"csr"`` or ``"dense"``: a tensor ``[N, V]``, sparse in CSR layout or dense.
                 ``"tokens"``: a list of dicts of positive weights by token, the largest first.
             batch_size: Texts per batch; texts of similar length share a batch.
-            active: One of the numbers of active dimensions that ``calibrate`` was asked for, in
-                ``budgets``. ``None``: the largest, or none without calibration.
+            active: One of the numbers of active dimensions in ``budgets``. ``None``: the side's
+                own threshold, which ``calibrate`` sets to that of the largest.
             prune_ratio: The share of a text's largest weight, in [0, 1), below which weights are
                 dropped. ``None``: the encoder's ``prune_ratio``.
             max_active_dims: The largest number of weights to keep per text. ``None``: the
@@ -377,7 +386,7 @@ class SpladeEncoder(nn.Module):
         prune_ratio = self.prune_ratio if prune_ratio is None else prune_ratio
         max_active_dims = self.max_active_dims if max_active_dims is None else max_active_dims
         parts = batches(texts, batch_size)
-        vectors: list[tuple[Tensor, Tensor]] = [()] * len(texts)  # type: ignore[assignment]
+        vectors: dict[int, tuple[Tensor, Tensor]] = {}
         disable = None if show_progress is None else not show_progress
         with (
             torch.no_grad(),  # FSDP2 could not train with what inference mode has gathered
@@ -390,7 +399,8 @@ class SpladeEncoder(nn.Module):
                 for i, entries in zip(numbers, entries_of(activations, numbers), strict=True):
                     vectors[i] = pruned(*entries, prune_ratio, max_active_dims)
                 progress.update(len(numbers))
-        return collected(vectors, output, self.tokenizer, self.vocab_size)
+        in_order = [vectors[i] for i in range(len(texts))]
+        return collected(in_order, output, self.tokenizer, self.vocab_size)
 
     def encode_document(self, texts: Sequence[str], **options: Any) -> Any:
         """Return the vectors of documents, as ``encode`` does."""
@@ -416,20 +426,18 @@ class SpladeEncoder(nn.Module):
             ValueError: for vectors of another shape, or that are not finite.
         """
         check_integer("k", k, minimum=1)
-        if not isinstance(texts_or_vectors, Tensor):
-            top: list[dict[str, float]] = self.encode(
-                texts_or_vectors, output="tokens", max_active_dims=k, **options
-            )
-            return top
+        vectors: Any = texts_or_vectors
+        if not isinstance(vectors, Tensor):
+            top: Any = self.encode(vectors, output="tokens", max_active_dims=k, **options)
+            return top  # type: ignore[no-any-return]
         if options:
             raise TypeError(f"expected no options with vectors, got {', '.join(options)}")
-        vectors, size = texts_or_vectors.detach(), self.vocab_size
         if not vectors.is_floating_point():
             raise TypeError(f"expected vectors to be floating point, got {vectors.dtype}")
-        if vectors.ndim != 2 or vectors.shape[1] != size:
-            got = list(vectors.shape)
-            raise ValueError(f"expected vectors of shape [N, V] with V = {size}, got {got}")
-        entries = entries_of(vectors)
+        if vectors.ndim != 2 or vectors.shape[1] != self.vocab_size:
+            expected = f"[N, V] with V = {self.vocab_size}"
+            raise ValueError(f"expected vectors of shape {expected}, got {list(vectors.shape)}")
+        entries = entries_of(vectors.detach())
         return [named(self.tokenizer, *pruned(*each, None, k)) for each in entries]
 
     def token_weights(
@@ -533,7 +541,8 @@ class SpladeEncoder(nn.Module):
         saved, tensors = folder.read()
         own = {name: saved.get(name) if x is None else x for name, x in own.items()}
         settings: dict[str, Any] = {name: x for name, x in own.items() if x is not None}
-        settings["budgets"] = {json.loads(key): x for key, x in settings["budgets"].items()}
+        budgets = settings.get("budgets", {}).items()
+        settings["budgets"] = {json.loads(key): tuple(pair) for key, pair in budgets}
         has_logits = bool(settings.get("expansion", True))
         model, tokenizer = folder.read_model(has_logits=has_logits, **options)
         with named_damage(folder.name):

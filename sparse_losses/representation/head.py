@@ -332,9 +332,10 @@ class SpladeHead(LossModule):
         if not self.keep_at_least or not isinstance(threshold, float):
             return splade_head(hidden, weight, bias, attention_mask, **options)
         output = splade_head(hidden, weight, bias, attention_mask, **options | {"threshold": None})
-        whole, *logits = output if return_logits else (output,)
-        kept = pruned_weights(whole, threshold, self.keep_at_least, activation=self.activation)
-        return (kept, *logits) if return_logits else kept
+        whole, logits = output if isinstance(output, tuple) else (output, None)
+        options = {"activation": self.activation}
+        kept = pruned_weights(whole, threshold, self.keep_at_least, **options)
+        return kept if logits is None else (kept, logits)
 
     def extra_repr(self) -> str:
         """Return the sizes and the hyperparameters."""

@@ -1,21 +1,21 @@
 """The number of active dimensions: thresholds that make it, or a shifted bias to start from."""
 
-import bisect
-import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from sparse_losses._core.activation import Activation, largest_entries, logits_at, weight_at
+from sparse_losses._core.activation import Activation, logits_at, weight_at
 from sparse_losses._core.checks import check_choice, check_integer, check_number, check_rows
 from sparse_losses.representation._language_model import evaluating
+from sparse_losses.representation.encoder import SIDES
+from sparse_losses.representation.encoding import check_texts
+from sparse_losses.sparsity.entries import Entries, products_limit
 from sparse_losses.sparsity.models import Budgets, Thresholds, adapter_of
 
-LIMIT = 1 << 24  # entries of a side that are held, 12 bytes each
 START = 256  # dimensions of a start that the warning names, or a sixteenth of a small vocabulary
 
 
@@ -58,17 +58,16 @@ class Calibration(NamedTuple):
 
     def __str__(self) -> str:
         """Return a line for each side, the products and the longest list."""
-        before, after = self.before, self.after
-        lines = []
+        one, two, lines = self.before, self.after, []
         for i, name in enumerate(("documents", "queries")):
-            if before[i] is not None:
-                by = "" if self[i] is None else f", those above {self[i]:.4g}"
-                empty = f"{before[4 + i]} -> {after[4 + i]} empty"
-                lines.append(f"{name}: {before[i]:.4g} -> {after[i]:.4g} dimensions{by}; {empty}")
-        if before.products is not None:
-            lines.append(f"products of a pair: {before.products:.3g} -> {after.products:.3g}")
-        share = f"{before.longest_list:.1%} -> {after.longest_list:.1%} of documents"
-        lines.append(f"longest posting list: {share}")
+            by = "" if self[i] is None else f", those above {self[i]:.4g}"
+            if one[i] is not None:
+                numbers = f"{one[i]:.4g} -> {two[i]:.4g} dimensions{by}"
+                lines.append(f"{name}: {numbers}; {one[4 + i]} -> {two[4 + i]} empty")
+        if one.products is not None:
+            lines.append(f"products of a pair: {one.products:.3g} -> {two.products:.3g}")
+        longest = f"{one.longest_list:.1%} -> {two.longest_list:.1%} of documents"
+        lines.append(f"longest posting list: {longest}")
         if self.shift is not None:
             lines.append(f"subtracted from the bias: {self.shift:.4g}")
         if len(self.budgets) > 1:
@@ -113,12 +112,11 @@ def calibrate_threshold(
     check_rows("activations", activations)
     check_choice("activation", activation, get_args(Activation))
     _check_number("target_active", target_active, activations.shape[-1], 0)
-    rows = _Texts("row", lowest=0.0, keep=0)
+    rows = Entries("row", 0.0, keep=0)
     rows.add(activations.detach().flatten(0, -2))
-    rows.close()
-    if math.isinf(_logit(rows.largest.max().item(), activation)):
-        largest = f"{rows.largest.max().item():g}"
-        raise ValueError(f"expected `activations` to be those of finite logits, got {largest}")
+    rows.join()
+    if math.isinf(_logit(largest := rows.maxima[0].max().item(), activation)):
+        raise ValueError(f"expected `activations` to be those of finite logits, got {largest:g}")
     return _logit(rows.limit(target_active), activation)
 
 
@@ -138,20 +136,18 @@ def calibrate(
 ) -> Calibration:
     r"""Make texts keep as many active dimensions as you name, on average.
 
-    ``"prune"`` is for a trained model. It finds a threshold for each side; a text loses the
+    ``"prune"`` is for a trained model: it finds a threshold for each side, and a text loses the
     dimensions whose pooled logit is not above it. A ``SpladeEncoder`` keeps and saves thresholds. A
-    ``SparseEncoder`` prunes in this process, in evaluation mode: by the queries' threshold in
-    ``encode_query``, else by the documents'; its folder lacks them. A ``SpladeHead`` has one
-    threshold, the documents'.
+    ``SparseEncoder`` prunes in this process and in evaluation mode alone, by the queries' threshold
+    in ``encode_query`` and else by the documents'. A ``SpladeHead`` has the documents' alone.
 
-    ``"shift"`` is for a start, before training. It subtracts a number from the bias of the
-    vocabulary projection (of the importance layer with ``expansion=False``), which changes the
-    weights of both sides and can add dimensions. A bias in half precision takes few values, so it
-    may miss the number by a few percent.
+    ``"shift"`` is for a start, before training: it subtracts a number from the bias of the
+    vocabulary projection (of the importance layer with ``expansion=False``), which changes both
+    sides and can add dimensions. A bias in half precision may miss the number by a few percent.
 
-    ``target_products`` takes the place of the numbers: one threshold (or shift) for both sides
-    gives $\sum_j p_q(j) \, p_d(j)$ products of a query and a document, with $p$ the share of a
-    side's texts that activate dimension $j$.
+    With ``target_products`` one threshold (or shift) for both sides gives
+    $\sum_j p_q(j) \, p_d(j)$ products of a query and a document; $p(j)$ is the share of a side's
+    texts that activate dimension $j$.
 
     Args:
         model: a ``SpladeEncoder``, a ``SpladeHead``, or a ``SparseEncoder`` of a fill-mask
@@ -159,9 +155,8 @@ def calibrate(
             in evaluation mode.
         documents: texts like those to be encoded, which were not trained on; for a ``SpladeHead``
             batches ``(hidden, attention_mask)`` of ``[B, S, H]`` and ``[B, S]``.
-        target_active: active dimensions of a document, in (0, V]. For a ``SpladeEncoder`` it may
-            be several numbers, one of which ``encode(texts, active=64)`` takes, by default the
-            largest.
+        target_active: active dimensions of a document, in (0, V]. A ``SpladeEncoder`` takes several
+            numbers: ``encode(texts, active=64)`` uses one of them, and else the largest.
         queries: the same as ``documents``, of the other side.
         query_target: active dimensions of a query: one number, or one for each of
             ``target_active``. A side without a number keeps the threshold that it has.
@@ -202,153 +197,57 @@ def calibrate(
     targets = _targets(of, is_shift, kept, target_active, query_target, target_products)
     if queries is None and (query_target is not None or target_products is not None):
         raise ValueError("expected `queries` for `query_target` and `target_products`, got None")
-    sides: list[_Texts] = []
+    sides: list[Entries] = []
     with torch.no_grad(), evaluating(model):
-        for name, data in (("document", documents), ("query", queries)):
-            if data is None and name == "query":
-                continue
-            total = of.number_of(data)
-            numbers = [number for pair in targets if (number := pair[len(sides)]) is not None]
-            wanted = max(numbers) * total if numbers and total else None
-            sides.append(_Texts(name, lowest=lowest, keep=kept, wanted=wanted))
-            for x in _watched(of.read(data, name, is_shift, batch_size), total, show_progress):
-                sides[-1].add(x)
-            sides[-1].close()
+        for i, data in enumerate((documents, queries)[: 1 if queries is None else 2]):
+            if of.takes_texts:
+                check_texts(data)
+            numbers = [number for pair in targets if (number := pair[i]) is not None]
+            wanted = max(numbers) * len(data) if numbers and of.takes_texts else None
+            sides.append(Entries(SIDES[i], lowest, kept, wanted))
+            for x in of.read(data, SIDES[i], is_shift, batch_size, show_progress):
+                sides[i].add(x)
+            sides[i].join()
     before = _sparsity(sides, (None, None))
     if not is_shift and before.document_active > of.vocab_size / 2:
+        start = min(START, of.vocab_size // 16)
         warnings.warn(
-            f"documents have {before.document_active:,.0f} of {of.vocab_size:,} dimensions. Before "
-            f"training, calibrate(model, texts, {min(START, of.vocab_size // 16)}, "
-            'method="shift") makes a sparse start',
+            f"documents have {before.document_active:,.0f} of {of.vocab_size:,} dimensions: before "
+            f'training, calibrate(model, texts, {start}, method="shift") makes a sparse start',
             stacklevel=2,
         )
-    one = None if target_products is None else _products_limit(sides, target_products)
+    limits: Sequence[float | None]
+    one = None if target_products is None else products_limit(sides, target_products)
     if is_shift:
-        one = sides[0].limit(targets[0][0]) if one is None else one
+        one = sides[0].limit(targets[0][0] or 0.0) if one is None else one
         for module in model.modules():  # FSDP2 would drop what is changed in whole parameters
             getattr(module, "reshard", lambda: None)()
         with torch.no_grad():
             of.bias().sub_(one)
-        result = Calibration(*of.thresholds, before, _sparsity(sides, (one, one)), one, {})
+        thresholds, budgets, limits = of.thresholds, {}, (one, one)
     else:
         found = [_pruned(sides, pair, one, of) for pair in targets]
         budgets = {pair[0]: each[1] for pair, each in zip(targets, found, strict=True) if pair[0]}
         limits, thresholds = found[max(range(len(found)), key=lambda i: targets[i][0] or 0.0)]
         of.prune(thresholds, keep_at_least, budgets)
-        result = Calibration(*thresholds, before, _sparsity(sides, limits), None, budgets)
+        one = None
+    after = _sparsity(sides, limits)
+    result = Calibration(thresholds[0], thresholds[1], before, after, one, budgets)
     if verbose:
         print(result)
     return result
 
 
-class _Texts:
-    """What the texts of one side have, and as many of their entries as may be held."""
-
-    def __init__(self, name: str, *, lowest: float, keep: int, wanted: float | None = None) -> None:
-        self.name, self.lowest, self.keep = name, lowest, keep
-        self.is_exact, self.floor, self.texts, self.batches = wanted is not None, lowest, 0, 0
-        self.stride = math.ceil(4 * (wanted or 0) / LIMIT) or 1  # of the batches that are held
-        self.maxima: list[Tensor] = []
-        self.parts: list[tuple[int, Tensor, Tensor]] = []  # texts, dimensions, values
-
-    def add(self, x: Tensor) -> None:
-        """Count the entries of a batch ``[B, V]`` that are above ``lowest``, and hold them."""
-        x = x.detach().nan_to_num(self.lowest, math.inf, -math.inf)
-        if self.lowest == 0.0 and (x < 0).any():
-            raise ValueError(f"expected activations >= 0, got {x.min().item():g}")
-        active = (x > 0).sum(0).cpu()
-        self.active = self.active + active if self.batches else active
-        self.maxima.append(x.amax(1).double().cpu())
-        self.texts, self.batches = self.texts + len(x), self.batches + 1
-        if (self.batches - 1) % self.stride:
-            return
-        if self.keep:  # no limit is above these
-            x = torch.where(largest_entries(x, self.keep) & (x > 0), math.inf, x)
-        row, column = (x > self.floor).nonzero(as_tuple=True)
-        self.parts.append((len(x), column.int().cpu(), x[row, column].double().cpu()))
-        while sum(len(values) for _, _, values in self.parts) > LIMIT:
-            if self.is_exact:  # at most a quarter of them is wanted
-                self._join()
-                self.values, order = self.values.topk(LIMIT // 2)
-                self.floor = self.values[-1].item()
-                self.parts = [(self.held, self.columns[order], self.values)]
-            elif len(self.parts) > 1:  # half of the texts, which come sorted by length
-                self.parts, self.stride = self.parts[::2], 2 * self.stride
-            else:
-                return
-
-    def _join(self) -> None:
-        texts, columns, values = zip(*self.parts, strict=True)
-        self.held, self.columns, self.values = sum(texts), torch.cat(columns), torch.cat(values)
-
-    def close(self) -> None:
-        """Join what is held; raise if that is nothing."""
-        if not self.texts:
-            raise ValueError(f"expected at least one {self.name}, got none")
-        self._join()
-        self.largest = torch.cat(self.maxima)
-
-    def share(self, limit: float | None) -> Tensor:
-        """Return the share of texts that have each dimension above a limit, ``[V]``."""
-        if limit is None:
-            return self.active.double() / self.texts
-        above = self.columns[self.values > limit]
-        return torch.bincount(above, minlength=len(self.active)).double() / self.held
-
-    def empty(self, limit: float | None) -> int:
-        """Return how many texts have nothing above a limit."""
-        return int((self.largest <= (0.0 if limit is None or self.keep else limit)).sum())
-
-    def limit(self, target: float) -> float:
-        """Return the limit that ``target`` entries a text are above, or nearly."""
-        what = f"{target:g} active dimensions a {self.name}"
-        return _nearest([self], target, what, lambda x: int((self.values > x).sum()) / self.held)
-
-
-def _nearest(
-    sides: Sequence[_Texts], target: float, what: str, given: Callable[[float], float]
-) -> float:
-    """Return the limit of values at which ``given``, which falls with it, is nearest to a target.
-
-    It lies between two values, so that equal ones stay or go together, and leaves at least one.
-    """
-    values = torch.cat([side.values for side in sides])
-    steps = values[values.isfinite()].unique()
-    lowest = sides[0].lowest if sides[0].lowest == 0.0 or not len(steps) else steps[0] - 1.0
-    steps = torch.cat([steps.new_tensor([lowest]), steps]).tolist()
-    left = functools.cache(lambda i: given(steps[i]))
-    i = bisect.bisect_left(range(len(steps)), -target, key=lambda i: -left(i))
-    if i == 0:
-        if left(0) < target:
-            warnings.warn(f"expected {what}, got {left(0):.4g}: all are kept", stacklevel=4)
-        return steps[0]
-    if i == len(steps):
-        if left(i - 1) > 1.02 * target:
-            warnings.warn(f"expected {what}, got {left(i - 1):.4g} at least", stacklevel=4)
-        return steps[-1]
-    if left(i) == 0 or left(i - 1) - target <= target - left(i):
-        i -= 1
-    above = steps[i + 1] if i + 1 < len(steps) else steps[i]
-    return steps[0] if i == 0 else steps[i] / 2 + above / 2  # the sum could overflow
-
-
-def _products_limit(sides: Sequence[_Texts], target: float) -> float:
-    what = f"{target:g} products of a query and a document"
-    return _nearest(
-        sides, target, what, lambda x: (sides[0].share(x) * sides[1].share(x)).sum().item()
-    )
-
-
 def _pruned(
-    sides: Sequence[_Texts], targets: Thresholds, one: float | None, of: Any
+    sides: Sequence[Entries], targets: Thresholds, one: float | None, of: Any
 ) -> tuple[Sequence[float | None], Thresholds]:
     """Return the limits of the weights of both sides, and their thresholds, of the logits."""
     limits: list[float | None] = [None, None]
     thresholds = list(of.thresholds)
     for i, (side, target, held) in enumerate(zip(sides, targets, of.thresholds, strict=False)):
         if one is not None or target is not None:
-            limit = side.limit(target) if target is not None else one
-            limits[i], thresholds[i] = limit, _logit(limit, of.activation)
+            limits[i] = limit = side.limit(target) if target is not None else one
+            thresholds[i] = _logit(limit, of.activation)
         elif held is not None:
             limits[i] = weight_at(held, of.activation)
     return limits, (thresholds[0], thresholds[1])
@@ -358,13 +257,14 @@ def _logit(weight: float | None, activation: str) -> float:
     return logits_at(torch.tensor(weight, dtype=torch.float64, device="cpu"), activation).item()
 
 
-def _sparsity(sides: Sequence[_Texts], limits: Sequence[float | None]) -> Sparsity:
-    shares = [side.share(limit) for side, limit in zip(sides, limits, strict=False)]
-    active: list[Any] = [share.sum().item() for share in shares]
-    empty: list[Any] = [side.empty(limit) for side, limit in zip(sides, limits, strict=False)]
-    products = (shares[0] * shares[1]).sum().item() if len(sides) > 1 else None
-    active, empty = [*active, None], [*empty, None]
-    return Sparsity(*active[:2], products, shares[0].max().item(), *empty[:2])
+def _sparsity(sides: Sequence[Entries], limits: Sequence[float | None]) -> Sparsity:
+    pairs = list(zip(sides, limits, strict=False))
+    shares, empty = [side.share(x) for side, x in pairs], [side.empty(x) for side, x in pairs]
+    active, longest = [share.sum().item() for share in shares], shares[0].max().item()
+    if len(sides) == 1:
+        return Sparsity(active[0], None, None, longest, empty[0], None)
+    products = float(shares[0] @ shares[1])
+    return Sparsity(active[0], active[1], products, longest, empty[0], empty[1])
 
 
 def _targets(
@@ -373,19 +273,20 @@ def _targets(
     """Return the numbers of active dimensions of documents and queries, checked."""
     numbers = list(documents) if isinstance(documents, (list, tuple)) else [documents]
     others = list(queries) if isinstance(queries, (list, tuple)) else [queries] * len(numbers)
-    if len(numbers) != 1 and (is_shift or not of.takes_several):
+    if len(numbers) > 1 and (is_shift or not of.takes_several):
         raise ValueError("expected one `target_active`: only pruning a SpladeEncoder takes several")
     if not numbers or len(others) != len(numbers):
         raise ValueError(f"expected a `query_target` for each of {documents}, got {queries}")
     if is_shift and queries is not None:
         raise ValueError("expected no `query_target`: one shift changes both sides")
     for name, values in (("target_active", numbers), ("query_target", others)):
-        for value in values:
+        for i, value in enumerate(values):
             if value is not None:
                 _check_number(name, value, of.vocab_size, keep)
-    is_given = documents is not None or queries is not None
-    if is_given == (products is not None):
-        got = "both" if is_given else "neither"
+                values[i] = int(value) if value == int(value) else float(value)  # not NumPy's
+    is_given = [x is not None for x in (*numbers, *others)]
+    if any(is_given) == (products is not None):
+        got = "both" if any(is_given) else "neither"
         raise ValueError(f"expected active dimensions or `target_products`, got {got}")
     if products is not None:
         check_number("target_products", products, minimum=0.0, exclusive=True)
@@ -395,21 +296,5 @@ def _targets(
 def _check_number(name: str, value: float, vocab_size: int, keep: int) -> None:
     check_number(name, value, minimum=0.0, exclusive=True)
     if not keep <= value <= vocab_size:
-        bounds = f"from {keep} (`keep_at_least`)" if keep else "of at most"
-        raise ValueError(f"expected `{name}` {bounds} to V = {vocab_size}, got {value}")
-
-
-def _watched(
-    batches: Iterator[Tensor], total: int | None, show_progress: bool | None
-) -> Iterator[Tensor]:
-    """Yield the batches, and show by tqdm, if it is there, how many texts are done."""
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        yield from batches
-        return
-    options: dict[str, Any] = {"disable": show_progress is False, "total": total, "unit": "text"}
-    with tqdm(desc="Calibrating", delay=0 if show_progress else 10, **options) as progress:
-        for x in batches:
-            yield x
-            progress.update(len(x))
+        least = f"from `keep_at_least` = {keep}" if keep else "above 0 and up"
+        raise ValueError(f"expected `{name}` {least} to V = {vocab_size}, got {value}")

@@ -12,7 +12,7 @@ from sparse_losses._core.activation import logits_at, pruned_weights
 from sparse_losses._core.checks import check_choice
 from sparse_losses.representation._language_model import projection_of, unwrapped
 from sparse_losses.representation.encoder import SpladeEncoder
-from sparse_losses.representation.encoding import batches, check_texts
+from sparse_losses.representation.encoding import batches
 from sparse_losses.representation.head import SpladeHead
 from sparse_losses.representation.pooling import splade_pool
 
@@ -28,31 +28,34 @@ def adapter_of(model: Any, method: str) -> Any:
     return OfEncoder(model) if isinstance(model, SpladeEncoder) else OfSparseEncoder(model)
 
 
-def number_of(texts: Any) -> int:
-    """Return the number of texts."""
-    check_texts(texts)
-    return len(texts)
+def _batches(texts: Any, batch_size: int, show_progress: bool | None) -> Iterator[list[str]]:
+    """Yield texts of similar length; a progress bar is shown after ten seconds by default."""
+    from tqdm.auto import tqdm
+
+    parts = batches(texts, batch_size)
+    options: dict[str, Any] = {"desc": "Calibrating", "disable": show_progress is False}
+    for numbers in tqdm(parts, delay=0 if show_progress else 10, unit="batch", **options):
+        yield [texts[i] for i in numbers]
 
 
 class OfEncoder:
     """A ``SpladeEncoder``, which keeps thresholds and budgets as settings."""
 
-    takes_several, number_of = True, staticmethod(number_of)
+    takes_several, takes_texts = True, True
 
     def __init__(self, encoder: SpladeEncoder) -> None:
         self.model, self.activation = encoder, encoder.activation
         self.vocab_size = encoder.vocab_size
         self.thresholds: Thresholds = (encoder.document_threshold, encoder.query_threshold)
 
-    def read(self, texts: Any, side: str, signed: bool, batch_size: int) -> Iterator[Tensor]:
+    def read(self, texts: Any, side: str, signed: bool, *batching: Any) -> Iterator[Tensor]:
         """Yield activations ``[B, V]``, or the signed outputs of the projection."""
         encoder, gate, idf = self.model, self.model.gate, self.model.idf_weights
         if signed:  # the bias is added before the gate
             encoder.gate = None
         try:
-            for numbers in batches(texts, batch_size):
-                batch = encoder.tokenize([texts[i] for i in numbers])
-                x: Any = encoder(**batch, apply_idf=False, return_logits=signed)
+            for some in _batches(texts, *batching):
+                x: Any = encoder(**encoder.tokenize(some), apply_idf=False, return_logits=signed)
                 if signed:
                     x = _projected(x[1], encoder.head if encoder.expansion else None)
                 yield x if idf is None else torch.where(idf > 0, x, -torch.inf if signed else 0.0)
@@ -77,13 +80,12 @@ class OfEncoder:
 class OfHead:
     """A ``SpladeHead``, which has one threshold: that of documents."""
 
-    takes_several, thresholds = False, (None, None)
-    number_of = staticmethod(lambda data: None)  # of texts, which batches do not tell
+    takes_several, takes_texts, thresholds = False, False, (None, None)
 
     def __init__(self, head: SpladeHead) -> None:
         self.model, self.activation, self.vocab_size = head, head.activation, len(head.weight)
 
-    def read(self, data: Any, side: str, signed: bool, batch_size: int) -> Iterator[Tensor]:
+    def read(self, data: Any, side: str, signed: bool, *batching: Any) -> Iterator[Tensor]:
         """Yield the activations of batches of hidden states."""
         held, self.model.threshold = self.model.threshold, None
         try:
@@ -103,7 +105,7 @@ class OfHead:
 class OfSparseEncoder:
     """A ``SparseEncoder`` of sentence-transformers, with ``use_splade_head`` or without it."""
 
-    takes_several, number_of = False, staticmethod(number_of)
+    takes_several, takes_texts = False, True
 
     def __init__(self, model: Any) -> None:
         transformer, pooling = document_modules(model)
@@ -114,17 +116,15 @@ class OfSparseEncoder:
         self.pruning: _Pruning = getattr(vars(model).get("forward"), "__self__", _Pruning(model))
         self.thresholds: Thresholds = self.pruning.thresholds
 
-    def read(self, texts: Any, side: str, signed: bool, batch_size: int) -> Iterator[Tensor]:
+    def read(self, texts: Any, side: str, signed: bool, *batching: Any) -> Iterator[Tensor]:
         """Yield what the pooling gives, or the signed outputs of the projection before it."""
         seen: list[Tensor] = []
         hooks = [x.register_forward_hook(partial(self._look, seen, signed)) for x in self.poolings]
         held, self.model.max_active_dims = self.model.max_active_dims, None
-        self.pruning.thresholds = (None, None)
+        self.pruning.thresholds, encode = (None, None), getattr(self.model, f"encode_{side}")
         try:
-            for numbers in batches(texts, batch_size):
-                vectors = getattr(self.model, f"encode_{side}")(
-                    [texts[i] for i in numbers], batch_size=batch_size, show_progress_bar=False
-                )
+            for some in _batches(texts, *batching):
+                vectors = encode(some, batch_size=len(some), show_progress_bar=False)
                 # Vectors of static queries come from no pooling: all of them stay.
                 yield seen.pop() if seen else torch.where(vectors.to_dense() > 0, torch.inf, 0.0)
         finally:
