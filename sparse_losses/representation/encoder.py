@@ -1,64 +1,31 @@
 """An encoder from texts to sparse vectors: tokenizer, language model and head."""
 
-import json
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.activation import Activation, pruned_weights, weights_of
-from sparse_losses._core.checks import (
-    check_choice,
-    check_flag,
-    check_integer,
-    check_number,
-    check_shapes,
-)
+from sparse_losses._core.activation import pruned_weights, weights_of
+from sparse_losses._core.checks import check_choice, check_flag, check_integer, check_shapes
 from sparse_losses._core.implementations import is_exported
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask, attended_ids
+from sparse_losses.representation import encoding, parts
 from sparse_losses.representation._language_model import (
     check_bidirectional,
     evaluating,
     projection_of,
     unwrapped,
 )
-from sparse_losses.representation.encoding import (
-    batches,
-    check_finite,
-    check_pruning,
-    check_texts,
-    collected,
-    entries_of,
-    named,
-    pruned,
-    spelled,
-)
 from sparse_losses.representation.folder import Folder, named_damage, write_folder
 from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead
+from sparse_losses.representation.parts import SETTINGS, SIDES
 
 if TYPE_CHECKING:
     from sparse_losses.sparsity.calibration import Calibration
-
-SIDES = ("document", "query")
-# Arguments of the constructor that are kept as attributes, shown and saved, with their defaults.
-SETTINGS: dict[str, Any] = {
-    "expansion": True,
-    "pool_special_tokens": True,
-    "activation": "relu",
-    "softcap": None,
-    "logit_scale": None,
-    "bidirectional": True,
-    "prune_ratio": None,
-    "max_active_dims": None,
-    "document_threshold": None,
-    "query_threshold": None,
-    "keep_at_least": 1,
-    "budgets": {},
-}
 
 
 class SpladeEncoder(nn.Module):
@@ -69,13 +36,14 @@ class SpladeEncoder(nn.Module):
     $\ell_{sj}$ are the model's logits at the pooled positions $s$, $g$ is the gate and $u$ are the
     idf weights (1 without them). ``SpladeHead`` computes them without storing ``[B, S, V]``.
 
-    With ``expansion=False`` only the tokens of the text have weight. A small network on the hidden
-    states gives one logit per position; a token gets the largest logit of its positions. Special
-    tokens and all others are 0.
+    With ``expansion=False`` only the tokens of the text have weight, but for special tokens. A
+    small network on the hidden states gives one logit per position; a token gets the largest logit
+    of its positions.
 
     Args:
         model: A masked or causal language model of ``transformers``, or a ``PeftModel`` around it.
-            With ``expansion=False`` only its encoder is kept.
+            With ``expansion=False`` only its encoder is kept. ``resize_token_embeddings``, which
+            replaces the matrix, comes before.
         tokenizer: Its tokenizer. Without a padding token, it pads with its end-of-text token.
         expansion: Whether a text may have weight at tokens that are not in it.
         gate: A ``ContextGate``, or ``True`` for a new one.
@@ -97,8 +65,6 @@ class SpladeEncoder(nn.Module):
         query_threshold: The same for queries.
         keep_at_least: How many of its largest dimensions a text keeps whatever the threshold is.
         budgets: Pairs of both thresholds by the number of active dimensions that they give.
-
-    Create the encoder after ``resize_token_embeddings``, which replaces the matrix.
 
     Raises:
         TypeError: for another kind of model, gate or flag.
@@ -148,7 +114,7 @@ class SpladeEncoder(nn.Module):
         document_threshold: float | None = None,
         query_threshold: float | None = None,
         keep_at_least: int = 1,
-        budgets: Mapping[float, tuple[float | None, float | None]] | None = None,
+        budgets: dict[float, tuple[float | None, float | None]] | None = None,
     ) -> None:
         super().__init__()
         self.expansion, self.activation = expansion, activation
@@ -156,8 +122,8 @@ class SpladeEncoder(nn.Module):
         self.softcap, self.logit_scale = softcap, logit_scale
         self.prune_ratio, self.max_active_dims = prune_ratio, max_active_dims
         self.document_threshold, self.query_threshold = document_threshold, query_threshold
-        self.keep_at_least, self.budgets = keep_at_least, dict(budgets or {})
-        _check_settings(self._settings() | {"importance": importance, "max_length": max_length})
+        self.keep_at_least, self.budgets = keep_at_least, parts.budgets(budgets or {})
+        parts.check(self._settings() | {"importance": importance, "max_length": max_length})
         inner = unwrapped(model)
         if expansion:
             self.head = SpladeHead.from_masked_lm(model, activation=activation)
@@ -187,13 +153,13 @@ class SpladeEncoder(nn.Module):
             )
         like = next(model.parameters())
         if not expansion:
-            self.importance = _importance(importance, config.hidden_size).to(like)
-        gate = _gate(gate, config.hidden_size, self.vocab_size)
+            self.importance = parts.importance(importance, config.hidden_size).to(like)
+        gate = parts.gate(gate, config.hidden_size, self.vocab_size)
         self.gate = None if gate is None else gate.to(like)
         if idf_weights is not None:
-            idf_weights = _checked_idf_weights(idf_weights, self.vocab_size).to(like.device)
+            idf_weights = parts.idf_weights(idf_weights, self.vocab_size).to(like.device)
         self.register_buffer("idf_weights", idf_weights)
-        self.max_length = _max_length(max_length, inner, tokenizer)
+        self.max_length = parts.max_length(max_length, inner, tokenizer)
         special = torch.tensor(tokenizer.all_special_ids, dtype=torch.int64, device=like.device)
         self.register_buffer("_special_ids", special, persistent=False)
 
@@ -224,61 +190,53 @@ class SpladeEncoder(nn.Module):
             input_ids: ``[B, S]`` integers.
             attention_mask: ``[B, S]`` 0/1; without it all positions are attended.
             pool_mask: ``[B, S]`` 0/1: the attended positions that may give weights, such as those
-                after a prompt; without it all, or with ``pool_special_tokens=False`` all but
-                special tokens.
+                after a prompt. ``pool_special_tokens=False`` leaves out special tokens also.
             return_logits: Also return the signed pooled logits ``[B, V]`` after the gate and before
-                threshold and idf weights. (Without expansion they are 0, without a gradient, at
-                tokens that are not in the text.)
+                threshold and idf weights; without expansion they are 0 at other tokens.
             apply_idf: Whether to multiply with the idf weights; ``None``: if there are any.
             side: ``"document"`` or ``"query"``: prune by that side's threshold.
-            active: One of the numbers in ``budgets``, whose threshold takes its place.
+            active: One of the numbers in ``budgets``, whose threshold is used.
             layout: ``torch.sparse_csr``, as in ``splade_head``: with expansion, without idf weights
                 and threshold.
             **inputs: Other inputs of the model, such as ``token_type_ids``.
 
         Raises:
             TypeError: for texts (``tokenize`` gives their ids) or floating-point numbers.
-            ValueError: for ids outside [0, V); for options that the encoder does not have.
+            ValueError: for ids outside [0, V), and options that the encoder does not have.
             RuntimeError: if the model's output embeddings were replaced.
         """
         check_shapes(input_ids=(input_ids, "B S"))
         everywhere = torch.tensor(True, device=input_ids.device)
         attended_ids("input_ids", input_ids, everywhere, self.vocab_size, gathered=True)
-        threshold = self._threshold(side, active)
+        threshold, idf = self._threshold(side, active), self.idf_weights
         if apply_idf is not None:
             check_flag(apply_idf=apply_idf)
-        if apply_idf and self.idf_weights is None:
+        if apply_idf and idf is None:
             raise ValueError("expected idf weights for `apply_idf=True`, got None")
-        uses_idf = self.idf_weights is not None and apply_idf is not False
+        is_weighted = idf is not None and apply_idf is not False
         options: dict[str, Any] = {} if layout == torch.strided else {"layout": layout}
-        if options and (uses_idf or threshold is not None or not self.expansion):
-            raise ValueError(
-                f"expected expansion, and neither idf weights nor a threshold, with {layout}"
-            )
+        if options and (is_weighted or threshold is not None or not self.expansion):
+            raise ValueError(f"expected expansion, no idf weights and no threshold for {layout}")
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         hidden = self._hidden(input_ids, attention_mask, **inputs)
         pooled = self._pooled(input_ids, attention_mask, pool_mask)
         gate = None if self.gate is None else self.gate(hidden, attention_mask)
         if self.expansion:
-            output: Any = self.head(
-                hidden, pooled, gate=gate, return_logits=return_logits, **options
-            )
+            options |= {"gate": gate, "return_logits": return_logits}
+            output: Any = self.head(hidden, pooled, **options)
             activations, logits = output if return_logits else (output, output)
         else:
-            logits = self._token_logits(hidden, input_ids, pooled)
+            logits = parts.token_logits(
+                self._position_logits(hidden), input_ids, pooled, self.vocab_size
+            )
             logits = logits if gate is None else logits * gate
             activations = weights_of(logits, self.activation)
         if threshold is not None:
-            activations = pruned_weights(
-                activations,
-                threshold,
-                self.keep_at_least,
-                activation=self.activation,
-                counted=None if self.idf_weights is None else self.idf_weights > 0,
-            )
-        if uses_idf:
-            activations = activations * self.idf_weights
+            options = {"activation": self.activation, "counted": None if idf is None else idf > 0}
+            activations = pruned_weights(activations, threshold, self.keep_at_least, **options)
+        if is_weighted:
+            activations = activations * idf
         return (activations, logits) if return_logits else activations
 
     def _threshold(self, side: str | None, active: float | None) -> float | None:
@@ -324,17 +282,9 @@ class SpladeEncoder(nn.Module):
         logits: Tensor = self.importance(hidden)[:, :, 0].to(compute_dtype(hidden=hidden))
         return logits
 
-    def _token_logits(self, hidden: Tensor, input_ids: Tensor, pooled_mask: Tensor) -> Tensor:
-        """Return the logit of every token of the texts, 0 at the others."""
-        logits = self._position_logits(hidden)
-        # The positions that do not count go to an extra column.
-        columns = torch.where(pooled_mask, input_ids, self.vocab_size)
-        pooled = logits.new_zeros(logits.shape[0], self.vocab_size + 1)
-        return pooled.scatter_reduce(1, columns, logits, "amax", include_self=False)[:, :-1]
-
     def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """Return ``input_ids`` and ``attention_mask`` ``[B, S]``, on the model's device."""
-        check_texts(texts)
+        encoding.check_texts(texts)
         batch = self.tokenizer(
             list(texts),
             padding=True,
@@ -362,45 +312,35 @@ class SpladeEncoder(nn.Module):
         Args:
             texts: Strings. Longer ones are cut at ``max_length`` tokens.
             side: ``"document"`` or ``"query"``: whose threshold prunes them.
-            output: ``"csr"`` or ``"dense"``: a tensor ``[N, V]``, sparse in CSR layout or dense.
-                ``"tokens"``: a list of dicts of positive weights by token, the largest first.
+            output: ``"csr"`` or ``"dense"``: a tensor ``[N, V]`` of this layout. ``"tokens"``: a
+                list of dicts of positive weights by token, the largest first.
             batch_size: Texts per batch; texts of similar length share a batch.
-            active: One of the numbers of active dimensions in ``budgets``. ``None``: the side's
-                own threshold, which ``calibrate`` sets to that of the largest.
+            active: One of the numbers in ``budgets``, whose threshold is used.
             prune_ratio: The share of a text's largest weight, in [0, 1), below which weights are
-                dropped. ``None``: the encoder's ``prune_ratio``.
+                dropped. ``None``: the encoder's.
             max_active_dims: The largest number of weights to keep per text. ``None``: the
-                encoder's ``max_active_dims``.
+                encoder's.
             show_progress: Whether to show a progress bar; ``None``: in a terminal.
 
         Raises:
             TypeError: for anything but a sequence of strings.
             ValueError: if a text's activations are not finite.
         """
-        from tqdm.auto import tqdm
-
         check_choice("side", side, SIDES)
         self._threshold(side, active)
         check_choice("output", output, ("csr", "dense", "tokens"))
-        check_pruning(prune_ratio, max_active_dims)
+        encoding.check_pruning(prune_ratio, max_active_dims)
         prune_ratio = self.prune_ratio if prune_ratio is None else prune_ratio
         max_active_dims = self.max_active_dims if max_active_dims is None else max_active_dims
-        parts = batches(texts, batch_size)
         vectors: dict[int, tuple[Tensor, Tensor]] = {}
-        disable = None if show_progress is None else not show_progress
-        with (
-            torch.no_grad(),  # FSDP2 could not train with what inference mode has gathered
-            evaluating(self),
-            tqdm(total=len(texts), desc="Encoding", unit="text", disable=disable) as progress,
-        ):
-            for numbers in parts:
+        with torch.no_grad(), evaluating(self):  # FSDP2 could not train with inference tensors
+            for numbers in encoding.batches(texts, batch_size, show_progress):
                 batch = self.tokenize([texts[i] for i in numbers])
-                activations: Any = self(**batch, side=side, active=active)
-                for i, entries in zip(numbers, entries_of(activations, numbers), strict=True):
-                    vectors[i] = pruned(*entries, prune_ratio, max_active_dims)
-                progress.update(len(numbers))
+                found = encoding.entries_of(self(**batch, side=side, active=active), numbers)
+                for i, entries in zip(numbers, found, strict=True):
+                    vectors[i] = encoding.pruned(*entries, prune_ratio, max_active_dims)
         in_order = [vectors[i] for i in range(len(texts))]
-        return collected(in_order, output, self.tokenizer, self.vocab_size)
+        return encoding.collected(in_order, output, self.tokenizer, self.vocab_size)
 
     def encode_document(self, texts: Sequence[str], **options: Any) -> Any:
         """Return the vectors of documents, as ``encode`` does."""
@@ -426,19 +366,13 @@ class SpladeEncoder(nn.Module):
             ValueError: for vectors of another shape, or that are not finite.
         """
         check_integer("k", k, minimum=1)
-        vectors: Any = texts_or_vectors
-        if not isinstance(vectors, Tensor):
-            top: Any = self.encode(vectors, output="tokens", max_active_dims=k, **options)
-            return top  # type: ignore[no-any-return]
-        if options:
-            raise TypeError(f"expected no options with vectors, got {', '.join(options)}")
-        if not vectors.is_floating_point():
-            raise TypeError(f"expected vectors to be floating point, got {vectors.dtype}")
-        if vectors.ndim != 2 or vectors.shape[1] != self.vocab_size:
-            expected = f"[N, V] with V = {self.vocab_size}"
-            raise ValueError(f"expected vectors of shape {expected}, got {list(vectors.shape)}")
-        entries = entries_of(vectors.detach())
-        return [named(self.tokenizer, *pruned(*each, None, k)) for each in entries]
+        if isinstance(texts_or_vectors, Tensor):
+            if options:
+                raise TypeError(f"expected no options with vectors, got {', '.join(options)}")
+            return encoding.top_of_vectors(texts_or_vectors, k, self.tokenizer, self.vocab_size)
+        options |= {"output": "tokens", "max_active_dims": k}
+        top: list[dict[str, float]] = self.encode(texts_or_vectors, **options)
+        return top
 
     def token_weights(
         self, texts: Sequence[str], *, batch_size: int = 32
@@ -451,23 +385,19 @@ class SpladeEncoder(nn.Module):
         weight of 0. Arguments and errors are those of ``encode``.
 
         Returns:
-            For each text its tokens in order, with special tokens but without padding, each with
-            its weight, a ``float`` >= 0. Computed in evaluation mode.
+            For each text its tokens in order, with special tokens, each with its weight >= 0.
         """
-        parts = batches(texts, batch_size)
-        result: list[list[tuple[str, float]]] = [[]] * len(texts)
+        result: dict[int, list[tuple[str, float]]] = {}
         with torch.no_grad(), evaluating(self):
-            for numbers in parts:
+            for numbers in encoding.batches(texts, batch_size):
                 batch = self.tokenize([texts[i] for i in numbers])
-                weights = self._position_weights(**batch)
-                check_finite(weights, numbers)
-                attended = batch["attention_mask"].bool()
-                for i, ids, row, kept in zip(
-                    numbers, batch["input_ids"], weights, attended, strict=True
-                ):
-                    names = spelled(self.tokenizer, ids[kept].tolist())
-                    result[i] = list(zip(names, row[kept].tolist(), strict=True))
-        return result
+                weights, attended = self._position_weights(**batch), batch["attention_mask"].bool()
+                encoding.check_finite(weights, numbers)
+                for row, i in enumerate(numbers):
+                    ids, kept = batch["input_ids"][row, attended[row]], weights[row, attended[row]]
+                    names = encoding.spelled(self.tokenizer, ids.tolist())
+                    result[i] = list(zip(names, kept.tolist(), strict=True))
+        return [result[i] for i in range(len(texts))]
 
     def _position_weights(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the largest activation of every pooled position, ``[B, S]``, 0 at others."""
@@ -486,20 +416,11 @@ class SpladeEncoder(nn.Module):
             weights = weights_of(logits, self.activation) * idf[input_ids]
         return weights.masked_fill(~self._pooled(input_ids, attention_mask), 0.0)
 
-    def calibrate(
-        self,
-        documents: Sequence[str],
-        target_active: float | Sequence[float] | None = None,
-        **options: Any,
-    ) -> "Calibration":
-        """Make texts keep as many active dimensions as you name: ``calibrate`` of this encoder.
-
-        ``sparse_losses.calibrate`` explains arguments, result and errors. With ``"prune"`` its
-        thresholds are ``document_threshold``, ``query_threshold`` and ``budgets``.
-        """
+    def calibrate(self, documents: Sequence[str], *targets: Any, **options: Any) -> "Calibration":
+        """Do what ``sparse_losses.calibrate`` does with this encoder; see there."""
         from sparse_losses.sparsity.calibration import calibrate
 
-        return calibrate(self, documents, target_active, **options)
+        return calibrate(self, documents, *targets, **options)
 
     def extra_repr(self) -> str:
         """Return the thresholds and other settings that are not the default."""
@@ -521,12 +442,12 @@ class SpladeEncoder(nn.Module):
 
         Args:
             name_or_path: A folder, or a name on the Hugging Face Hub.
-            expansion: ``None``: as saved, or ``True`` for a plain language model.
-            gate: ``None``: as saved; ``True``: the saved one, or else a new one; ``False``: none.
-            idf_weights: ``None``: as saved; ``False``: none.
-            max_length: ``None``: as saved, or else the limit of the tokenizer or the model.
-            **options: Other arguments of the class, ``None`` or left out: as saved; and options of
-                the loaders of ``transformers``, such as ``dtype`` and ``revision``.
+            expansion: As in the class; ``None``, here and for all others: as saved.
+            gate: ``True``: the saved one, or else a new one; ``False``: none.
+            idf_weights: ``False``: none.
+            max_length: As in the class.
+            **options: Other arguments of the class; and options of the loaders of
+                ``transformers``, such as ``dtype`` and ``revision``.
 
         Raises:
             OSError: if there is no such folder, or it is incomplete or damaged.
@@ -541,23 +462,21 @@ class SpladeEncoder(nn.Module):
         saved, tensors = folder.read()
         own = {name: saved.get(name) if x is None else x for name, x in own.items()}
         settings: dict[str, Any] = {name: x for name, x in own.items() if x is not None}
-        budgets = settings.get("budgets", {}).items()
-        settings["budgets"] = {json.loads(key): tuple(pair) for key, pair in budgets}
         has_logits = bool(settings.get("expansion", True))
         model, tokenizer = folder.read_model(has_logits=has_logits, **options)
         with named_damage(folder.name):
-            _check_settings(saved)
+            parts.check(saved)
             if (gate is None or gate is True) and saved.get("gate"):
                 config = unwrapped(model).config.get_text_config()
                 gate = ContextGate(config.hidden_size, config.vocab_size, **saved["gate"])
-                gate.load_state_dict(_part(tensors, "gate"))
+                gate.load_state_dict(parts.state(tensors, "gate"))
         if idf_weights is not False:
             weights = tensors.get("idf_weights") if idf_weights is None else idf_weights
             settings["idf_weights"] = weights
         encoder = cls(model, tokenizer, gate=gate, **settings)
         with named_damage(folder.name):
             if not encoder.expansion and (
-                part := _part(tensors, "importance") or folder.read_linear(encoder.importance)
+                part := parts.state(tensors, "importance") or folder.read_linear(encoder.importance)
             ):
                 encoder.importance.load_state_dict(part)
         return encoder.eval()
@@ -565,10 +484,10 @@ class SpladeEncoder(nn.Module):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write everything ``from_pretrained`` reads, as safetensors and JSON.
 
-        ``transformers`` and sentence-transformers load the folder, too. Of a ``PeftModel`` the
-        adapters are saved as PEFT does, with the path or name of the base model. All files are
-        written into a temporary folder first, so that a full disk leaves the old ones unchanged.
-        README.md is a model card; one without its last line is yours, and stays.
+        ``transformers`` and sentence-transformers load the folder, too; the latter prunes by
+        ``max_active_dims`` alone, not by thresholds. Of a ``PeftModel`` the adapters are saved as
+        PEFT does, with the path or name of the base model. A full disk leaves the old files
+        unchanged. README.md is a model card; one without its last line is yours, and stays.
 
         Args:
             folder: Made if it does not exist; files of other names stay.
@@ -595,83 +514,3 @@ class SpladeEncoder(nn.Module):
             if name.split(".")[0] in ("gate", "importance", "idf_weights")
         }
         write_folder(folder, self.model, self.tokenizer, settings, tensors)
-
-
-def _check_settings(settings: dict[str, Any]) -> None:
-    settings = {"importance": "mlp", "max_length": None, **SETTINGS, **settings}
-    expansion, max_length = settings["expansion"], settings["max_length"]
-    flags = ("expansion", "pool_special_tokens", "bidirectional")
-    check_flag(**{name: settings[name] for name in flags})
-    activations = get_args(Activation) if expansion else (*get_args(Activation), "identity")
-    check_choice("activation", settings["activation"], activations)
-    check_choice("importance", settings["importance"], ("mlp",) if expansion else ("mlp", "linear"))
-    for name in ("softcap", "logit_scale"):
-        if settings[name] is not None:
-            check_number(name, settings[name], minimum=0.0, exclusive=True)
-            if not expansion:
-                raise ValueError(f"expected no `{name}` with expansion=False")
-    for name in (f"{side}_threshold" for side in SIDES):
-        if settings[name] is not None:
-            check_number(name, settings[name], minimum=0.0)
-    check_integer("keep_at_least", settings["keep_at_least"], minimum=0)
-    check_pruning(settings["prune_ratio"], settings["max_active_dims"])
-    if max_length is not None:
-        check_integer("max_length", max_length, minimum=1)
-
-
-def _importance(kind: str, hidden_size: int) -> nn.Module:
-    last = nn.Linear(hidden_size, 1)
-    # All tokens start active: behind the activation's ReLU an inactive one has no gradient.
-    nn.init.ones_(last.bias)
-    if kind == "linear":
-        return last
-    return nn.Sequential(nn.Linear(hidden_size, hidden_size), nn.ReLU(), nn.Dropout(0.1), last)
-
-
-def _max_length(max_length: int | None, model: Any, tokenizer: Any) -> int:
-    """Return the largest number of tokens, by default the limit of model and tokenizer."""
-    positions = [
-        # RoBERTa and its descendants number positions from the padding index on.
-        module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-        for name, module in model.named_modules()
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
-    ]
-    if max_length is None:
-        known = getattr(model.config, "max_position_embeddings", None)
-        # The limit of a tokenizer is 1e30 if it is unknown.
-        return int(min([*positions, *([known] if known else []), tokenizer.model_max_length]))
-    special = tokenizer.num_special_tokens_to_add(pair=False)
-    check_integer("max_length", max_length, minimum=special + 1)
-    if positions and max_length > min(positions):
-        raise ValueError(
-            f"expected `max_length` of at most the model's {min(positions)} positions, got "
-            f"{max_length}"
-        )
-    return int(max_length)
-
-
-def _gate(gate: object, hidden_size: int, vocab_size: int) -> ContextGate | None:
-    if gate is None or gate is False:
-        return None
-    if gate is True:
-        heads = next(n for n in (4, 2, 1) if hidden_size % n == 0)
-        return ContextGate(hidden_size, vocab_size, num_heads=heads)
-    if not isinstance(gate, ContextGate):
-        raise TypeError(f"expected `gate` to be a ContextGate, True, False or None, got {gate!r}")
-    expected, sizes = (hidden_size, vocab_size), (gate.hidden_size, gate.vocab_size)
-    if sizes != expected:
-        raise ValueError(f"expected `gate` of hidden and vocab_size {expected}, got {sizes}")
-    return gate
-
-
-def _checked_idf_weights(idf_weights: Tensor, vocab_size: int) -> Tensor:
-    check_shapes(idf_weights=(idf_weights, "V"))
-    copied = idf_weights.detach().clone(memory_format=torch.contiguous_format).float()
-    if len(copied) != vocab_size or not (copied.isfinite() & (copied >= 0)).all():
-        raise ValueError(f"expected `idf_weights` to be V = {vocab_size} finite numbers >= 0")
-    return copied
-
-
-def _part(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    start = f"{name}."
-    return {key.removeprefix(start): x for key, x in tensors.items() if key.startswith(start)}

@@ -1,6 +1,6 @@
 """From texts to sparse vectors on the CPU: batches, the entries of vectors, and their formats."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,13 +10,29 @@ from sparse_losses._core.checks import check_integer, check_number
 from sparse_losses.fast.sparse import csr
 
 
-def batches(texts: Sequence[str], batch_size: int) -> list[list[int]]:
-    """Return the numbers of the texts of each batch; texts of similar length share a batch."""
+def batches(
+    texts: Sequence[str], batch_size: int, show_progress: bool | None = False, **bar: Any
+) -> Iterator[list[int]]:
+    """Return the numbers of the texts of each batch; texts of similar length share a batch.
+
+    ``show_progress`` shows a progress bar of tqdm, ``None`` in a terminal; ``bar`` are its options.
+    """
     check_texts(texts)
     check_integer("batch_size", batch_size, minimum=1)
     # The longest texts come first, so that an out-of-memory error occurs at once.
     order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-    return [order[first : first + batch_size] for first in range(0, len(texts), batch_size)]
+    parts = [order[first : first + batch_size] for first in range(0, len(texts), batch_size)]
+    disable = None if show_progress is None else not show_progress
+    return _watched(parts, {"desc": "Encoding", "disable": disable, "total": len(texts), **bar})
+
+
+def _watched(parts: Sequence[list[int]], options: dict[str, Any]) -> Iterator[list[int]]:
+    from tqdm.auto import tqdm
+
+    with tqdm(unit="text", **options) as progress:
+        for numbers in parts:
+            yield numbers
+            progress.update(len(numbers))
 
 
 def entries_of(
@@ -52,6 +68,19 @@ def pruned(
         kept = weights.argsort(descending=True, stable=True)[:max_active_dims].sort().values
         ids, weights = ids[kept], weights[kept]
     return ids, weights
+
+
+def top_of_vectors(
+    vectors: Tensor, k: int, tokenizer: Any, vocab_size: int
+) -> list[dict[str, float]]:
+    """Return the largest weights by token of floating vectors ``[N, V]``, dense or sparse."""
+    if not vectors.is_floating_point():
+        raise TypeError(f"expected vectors to be floating point, got {vectors.dtype}")
+    if vectors.ndim != 2 or vectors.shape[1] != vocab_size:
+        expected, received = f"[N, V] with V = {vocab_size}", list(vectors.shape)
+        raise ValueError(f"expected vectors of shape {expected}, got {received}")
+    entries = entries_of(vectors.detach())
+    return [named(tokenizer, *pruned(*each, None, k)) for each in entries]
 
 
 def check_pruning(prune_ratio: float | None, max_active_dims: int | None) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from sparse_losses._core.activation import Activation, logits_at, weight_at
 from sparse_losses._core.checks import check_choice, check_integer, check_number, check_rows
 from sparse_losses.representation._language_model import evaluating
-from sparse_losses.representation.encoder import SIDES
 from sparse_losses.representation.encoding import check_texts
+from sparse_losses.representation.parts import SIDES
 from sparse_losses.sparsity.entries import Entries, products_limit
 from sparse_losses.sparsity.models import Budgets, Thresholds, adapter_of
 

@@ -29,12 +29,10 @@ def adapter_of(model: Any, method: str) -> Any:
 
 
 def _batches(texts: Any, batch_size: int, show_progress: bool | None) -> Iterator[list[str]]:
-    """Yield texts of similar length; a progress bar is shown after ten seconds by default."""
-    from tqdm.auto import tqdm
-
-    parts = batches(texts, batch_size)
-    options: dict[str, Any] = {"desc": "Calibrating", "disable": show_progress is False}
-    for numbers in tqdm(parts, delay=0 if show_progress else 10, unit="batch", **options):
+    """Yield texts of similar length; without a choice a progress bar comes after ten seconds."""
+    delay = 10 if show_progress is None else 0
+    is_shown = show_progress is not False
+    for numbers in batches(texts, batch_size, is_shown, desc="Calibrating", delay=delay):
         yield [texts[i] for i in numbers]
 
 
