@@ -14,10 +14,11 @@ from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask, attended_ids
 from sparse_losses.representation import encoding, parts
 from sparse_losses.representation._language_model import (
-    check_bidirectional,
     evaluating,
     projection_of,
+    set_attention,
     unwrapped,
+    without_cache,
 )
 from sparse_losses.representation.folder import Folder, named_damage, write_folder
 from sparse_losses.representation.gate import ContextGate
@@ -65,6 +66,9 @@ class SpladeEncoder(nn.Module):
         query_threshold: The same for queries.
         keep_at_least: How many of its largest dimensions a text keeps whatever the threshold is.
         budgets: Pairs of both thresholds by the number of active dimensions that they give.
+        prompts: What ``encode`` puts before texts, by name: documents take that of the first name
+            in ``"document"``, ``"passage"`` and ``"corpus"``, queries that of ``"query"``.
+        default_prompt_name: The name of the prompt of a side without one.
 
     Raises:
         TypeError: for another kind of model, gate or flag.
@@ -115,6 +119,8 @@ class SpladeEncoder(nn.Module):
         query_threshold: float | None = None,
         keep_at_least: int = 1,
         budgets: dict[float, tuple[float | None, float | None]] | None = None,
+        prompts: dict[str, str] | None = None,
+        default_prompt_name: str | None = None,
     ) -> None:
         super().__init__()
         self.expansion, self.activation = expansion, activation
@@ -123,8 +129,9 @@ class SpladeEncoder(nn.Module):
         self.prune_ratio, self.max_active_dims = prune_ratio, max_active_dims
         self.document_threshold, self.query_threshold = document_threshold, query_threshold
         self.keep_at_least, self.budgets = keep_at_least, parts.budgets(budgets or {})
+        self.prompts, self.default_prompt_name = prompts, default_prompt_name
         parts.check(self._settings() | {"importance": importance, "max_length": max_length})
-        inner = unwrapped(model)
+        inner, model = unwrapped(model), getattr(model, "_orig_mod", model)
         if expansion:
             self.head = SpladeHead.from_masked_lm(model, activation=activation)
             self.head.softcap = softcap or self.head.softcap
@@ -135,11 +142,8 @@ class SpladeEncoder(nn.Module):
                 f"{type(model).__name__}: model.merge_and_unload() merges adapters"
             )
         self.model = model if expansion else model.base_model
-        self._is_causal = type(inner).__name__.endswith("ForCausalLM")
-        if self._is_causal:
-            inner.config.is_causal = not bidirectional
-            if bidirectional:
-                check_bidirectional(inner)
+        set_attention(inner, bidirectional=bidirectional)
+        self._inputs = without_cache(inner.base_model)
         self.tokenizer = tokenizer
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -152,9 +156,10 @@ class SpladeEncoder(nn.Module):
                 f"{self.vocab_size}, got the id {largest}"
             )
         like = next(model.parameters())
-        if not expansion:
-            self.importance = parts.importance(importance, config.hidden_size).to(like)
-        gate = parts.gate(gate, config.hidden_size, self.vocab_size)
+        with like.device:
+            if not expansion:
+                self.importance = parts.importance(importance, config.hidden_size).to(like)
+            gate = parts.gate(gate, config.hidden_size, self.vocab_size)
         self.gate = None if gate is None else gate.to(like)
         if idf_weights is not None:
             idf_weights = parts.idf_weights(idf_weights, self.vocab_size).to(like.device)
@@ -266,14 +271,13 @@ class SpladeEncoder(nn.Module):
         model = self.model
         if self.expansion:
             linear, model = projection_of(model), unwrapped(model).base_model
-            is_same = linear is self.head._linear[0] and linear.weight is self.head.weight
+            is_same = linear == self.head._linear[0] and linear.weight is self.head.weight
             if not is_exported() and (not is_same or len(linear.weight) != self.vocab_size):
                 raise RuntimeError(
                     "expected the output embeddings that the encoder was created with, got others: "
                     "create it after resize_token_embeddings and after adding adapters to them"
                 )
-        if self._is_causal:
-            inputs = {"use_cache": False, **inputs}
+        inputs = {**self._inputs, **inputs}
         hidden: Tensor = model(input_ids=input_ids, attention_mask=attention_mask, **inputs)[0]
         return hidden
 
@@ -282,18 +286,25 @@ class SpladeEncoder(nn.Module):
         logits: Tensor = self.importance(hidden)[:, :, 0].to(compute_dtype(hidden=hidden))
         return logits
 
-    def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``attention_mask`` ``[B, S]``, on the model's device."""
+    def tokenize(
+        self, texts: Sequence[str], *, side: Literal["document", "query"] | None = None
+    ) -> dict[str, Tensor]:
+        """Return ``input_ids`` and ``attention_mask`` ``[B, S]``, on the model's device.
+
+        With a ``side`` its prompt is put before the texts.
+        """
         encoding.check_texts(texts)
-        batch = self.tokenizer(
-            list(texts),
-            padding=True,
+        if side is not None:
+            prompt = encoding.prompt_of(side, self.prompts, self.default_prompt_name)
+            texts = [prompt + text for text in texts]
+        return encoding.token_ids(
+            self.tokenizer,
+            texts,
+            self.device,
             padding_side="right",  # models that count positions from the left need text there
-            truncation=True,
+            truncation=self.max_length is not None,
             max_length=self.max_length,
-            return_tensors="pt",
         )
-        return {name: batch[name].to(self.device) for name in ("input_ids", "attention_mask")}
 
     def encode(
         self,
@@ -335,7 +346,7 @@ class SpladeEncoder(nn.Module):
         vectors: dict[int, tuple[Tensor, Tensor]] = {}
         with torch.no_grad(), evaluating(self):  # FSDP2 could not train with inference tensors
             for numbers in encoding.batches(texts, batch_size, show_progress):
-                batch = self.tokenize([texts[i] for i in numbers])
+                batch = self.tokenize([texts[i] for i in numbers], side=side)
                 found = encoding.entries_of(self(**batch, side=side, active=active), numbers)
                 for i, entries in zip(numbers, found, strict=True):
                     vectors[i] = encoding.pruned(*entries, prune_ratio, max_active_dims)
@@ -468,7 +479,9 @@ class SpladeEncoder(nn.Module):
             parts.check(saved)
             if (gate is None or gate is True) and saved.get("gate"):
                 config = unwrapped(model).config.get_text_config()
-                gate = ContextGate(config.hidden_size, config.vocab_size, **saved["gate"])
+                with torch.device("cpu"):
+                    gate = ContextGate(config.hidden_size, config.vocab_size, **saved["gate"])
+                gate = gate.float()
                 gate.load_state_dict(parts.state(tensors, "gate"))
         if idf_weights is not False:
             weights = tensors.get("idf_weights") if idf_weights is None else idf_weights

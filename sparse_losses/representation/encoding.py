@@ -1,6 +1,6 @@
 """From texts to sparse vectors on the CPU: batches, the entries of vectors, and their formats."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,23 @@ from torch import Tensor
 
 from sparse_losses._core.checks import check_integer, check_number
 from sparse_losses.fast.sparse import csr
+
+# Which prompt of a folder a side takes, as in sentence-transformers: the first that there is.
+PROMPTS = {"query": ("query",), "document": ("document", "passage", "corpus")}
+
+
+def prompt_of(side: str, prompts: Mapping[str, str] | None, default: str | None) -> str:
+    """Return what is put before the texts of a side."""
+    name = next((name for name in PROMPTS[side] if name in (prompts or {})), default)
+    return (prompts or {}).get(name or "", "")
+
+
+def token_ids(tokenizer: Any, texts: Sequence[str], device: Any, **options: Any) -> dict[str, Any]:
+    """Return ``input_ids`` and ``attention_mask`` ``[B, S]``, padded, on a device."""
+    check_texts(texts)
+    batch = tokenizer(list(texts), padding=True, **options)
+    names = ("input_ids", "attention_mask")
+    return {name: torch.tensor(batch[name], dtype=torch.int64, device=device) for name in names}
 
 
 def batches(
@@ -106,7 +123,8 @@ def collected(
     ids, weights = (torch.cat(parts) for parts in zip(empty, *vectors, strict=True))
     if output == "csr":
         return csr(rows, ids, weights, (len(vectors), vocab_size))
-    return weights.new_zeros(len(vectors), vocab_size).index_put_((rows, ids), weights)
+    dense = weights.new_zeros(len(vectors), vocab_size)
+    return dense.index_put_((rows, ids), weights)
 
 
 def named(tokenizer: Any, ids: Tensor, weights: Tensor) -> dict[str, float]:

@@ -14,6 +14,7 @@ from sparse_losses._core.checks import (
     check_number,
     check_shapes,
 )
+from sparse_losses.representation._language_model import position_limits
 from sparse_losses.representation.encoding import check_pruning
 from sparse_losses.representation.gate import ContextGate
 
@@ -32,6 +33,8 @@ SETTINGS: dict[str, Any] = {
     "query_threshold": None,
     "keep_at_least": 1,
     "budgets": {},
+    "prompts": None,
+    "default_prompt_name": None,
 }
 
 
@@ -109,23 +112,17 @@ def idf_weights(given: Tensor, vocab_size: int) -> Tensor:
     return copied
 
 
-def max_length(given: int | None, model: Any, tokenizer: Any) -> int:
-    """Return the largest number of tokens, by default the limit of model and tokenizer."""
-    positions = [
-        # RoBERTa and its descendants number positions from the padding index on.
-        module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-        for name, module in model.named_modules()
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
-    ]
+def max_length(given: int | None, model: Any, tokenizer: Any) -> int | None:
+    """Return the largest number of tokens: by default the limit of model and tokenizer, if any."""
+    limits = position_limits(model)
     if given is None:
-        known = getattr(model.config, "max_position_embeddings", None)
-        # The limit of a tokenizer is 1e30 if it is unknown.
-        return int(min([*positions, *([known] if known else []), tokenizer.model_max_length]))
+        known = [x for x in (*limits, tokenizer.model_max_length) if x < 10**9]  # 1e30: unknown
+        return min((int(x) for x in known), default=None)
     special = tokenizer.num_special_tokens_to_add(pair=False)
     check_integer("max_length", given, minimum=special + 1)
-    if positions and given > min(positions):
+    if limits and given > min(limits):
         raise ValueError(
-            f"expected `max_length` of at most the model's {min(positions)} positions, got {given}"
+            f"expected `max_length` of at most the model's {min(limits)} positions, got {given}"
         )
     return int(given)
 

@@ -46,14 +46,16 @@ class OfEncoder:
         self.vocab_size = encoder.vocab_size
         self.thresholds: Thresholds = (encoder.document_threshold, encoder.query_threshold)
 
-    def read(self, texts: Any, side: str, signed: bool, *batching: Any) -> Iterator[Tensor]:
+    def read(self, texts: Any, side: Any, signed: bool, *batching: Any) -> Iterator[Tensor]:
         """Yield activations ``[B, V]``, or the signed outputs of the projection."""
         encoder, gate, idf = self.model, self.model.gate, self.model.idf_weights
         if signed:  # the bias is added before the gate
             encoder.gate = None
         try:
             for some in _batches(texts, *batching):
-                x: Any = encoder(**encoder.tokenize(some), apply_idf=False, return_logits=signed)
+                x: Any = encoder(
+                    **encoder.tokenize(some, side=side), apply_idf=False, return_logits=signed
+                )
                 if signed:
                     x = _projected(x[1], encoder.head if encoder.expansion else None)
                 yield x if idf is None else torch.where(idf > 0, x, -torch.inf if signed else 0.0)
