@@ -192,7 +192,7 @@ def calibrate(
     """
     check_choice("method", method, ("prune", "shift"))
     check_integer("keep_at_least", keep_at_least, minimum=0)
-    is_shift, of = method == "shift", adapter_of(model, method)
+    is_shift, of = method == "shift", adapter_of(model)
     kept, lowest = (0, -math.inf) if is_shift else (keep_at_least, 0.0)
     targets = _targets(of, is_shift, kept, target_active, query_target, target_products)
     if queries is None and (query_target is not None or target_products is not None):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.activation import logits_at, pruned_weights
-from sparse_losses._core.checks import check_choice
 from sparse_losses.representation._language_model import projection_of, unwrapped
 from sparse_losses.representation.encoder import SpladeEncoder
 from sparse_losses.representation.encoding import batches
@@ -20,10 +19,9 @@ Thresholds = tuple[float | None, float | None]  # of documents and of queries
 Budgets = dict[float, Thresholds]
 
 
-def adapter_of(model: Any, method: str) -> Any:
+def adapter_of(model: Any) -> Any:
     """Return what reads and changes a model."""
     if isinstance(model, SpladeHead):
-        check_choice("method", method, ("prune",))
         return OfHead(model)
     return OfEncoder(model) if isinstance(model, SpladeEncoder) else OfSparseEncoder(model)
 
@@ -90,8 +88,8 @@ class OfHead:
         held, self.model.threshold = self.model.threshold, None
         try:
             for hidden, attention_mask in data:
-                x: Any = self.model(hidden, attention_mask)
-                yield x
+                x: Any = self.model(hidden, attention_mask, return_logits=signed)
+                yield _projected(x[1], self.model) if signed else x
         finally:
             self.model.threshold = held
 
@@ -100,6 +98,12 @@ class OfHead:
         if isinstance(self.model.threshold, Tensor):  # a buffer, which cannot become a number
             del self.model.threshold
         self.model.threshold, self.model.keep_at_least = thresholds[0], keep_at_least
+
+    def bias(self) -> Tensor:
+        """Return the head's bias."""
+        if self.model.bias is None:
+            raise ValueError("expected a head with a bias to shift, got one without")
+        return self.model.bias
 
 
 class OfSparseEncoder:
