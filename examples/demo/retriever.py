@@ -87,5 +87,7 @@ class Retriever:
         texts = json.loads((folder / TEXTS).read_text(encoding="utf-8"))
         retriever.texts = [(title, text) for title, text in texts]
         shape = (len(texts), tokens.vocab_size)
-        retriever.vectors = torch.sparse_coo_tensor(content["indices"], content["values"], shape)
+        retriever.vectors = torch.sparse_coo_tensor(
+            content["indices"], content["values"], shape, check_invariants=True
+        )
         return retriever

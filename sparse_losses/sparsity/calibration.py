@@ -143,7 +143,8 @@ def calibrate(
 
     ``"shift"`` is for a start, before training: it subtracts a number from the bias of the
     vocabulary projection (of the importance layer with ``expansion=False``), which changes both
-    sides and can add dimensions. A bias in half precision may miss the number by a few percent.
+    sides and can add dimensions; thresholds, which were those of other logits, are removed. A bias
+    in half precision may miss the number by a few percent.
 
     With ``target_products`` one threshold (or shift) for both sides gives
     $\sum_j p_q(j) \, p_d(j)$ products of a query and a document; $p(j)$ is the share of a side's
@@ -217,6 +218,8 @@ def calibrate(
             stacklevel=2,
         )
     limits: Sequence[float | None]
+    thresholds: Thresholds
+    budgets: Budgets
     one = None if target_products is None else products_limit(sides, target_products)
     if is_shift:
         one = sides[0].limit(targets[0][0] or 0.0) if one is None else one
@@ -224,13 +227,13 @@ def calibrate(
             getattr(module, "reshard", lambda: None)()
         with torch.no_grad():
             of.bias().sub_(one)
-        thresholds, budgets, limits = of.thresholds, {}, (one, one)
+        thresholds, budgets, limits = (None, None), {}, (one, one)
     else:
         found = [_pruned(sides, pair, one, of) for pair in targets]
         budgets = {pair[0]: each[1] for pair, each in zip(targets, found, strict=True) if pair[0]}
         limits, thresholds = found[max(range(len(found)), key=lambda i: targets[i][0] or 0.0)]
-        of.prune(thresholds, keep_at_least, budgets)
         one = None
+    of.prune(thresholds, keep_at_least, budgets)
     after = _sparsity(sides, limits)
     result = Calibration(thresholds[0], thresholds[1], before, after, one, budgets)
     if verbose:

@@ -88,7 +88,8 @@ def _nearest(
     """
     values = torch.cat([side.values for side in sides])
     values = torch.unique(values[values.isfinite()])
-    lowest = values[:1] - 1.0 if math.isinf(sides[0].lowest) else values.new_zeros(1)
+    is_signed = math.isinf(sides[0].lowest) and len(values) > 0
+    lowest = values[:1] - 1.0 if is_signed else values.new_zeros(1)
     values = torch.cat([lowest, values])
     left = functools.cache(lambda i: given(values[i].item()))
     last = len(values) - 1
@@ -101,8 +102,12 @@ def _nearest(
             warnings.warn(f"expected {what}, got {left(i):.4g} at least", stacklevel=4)
     elif i and (left(i) == 0 or left(i - 1) - target <= target - left(i)):
         i -= 1
-    above = values[min(i + 1, last)].item() if i else values[0].item()
-    return values[i].item() / 2 + above / 2  # the sum could overflow
+    below = values[i].item()
+    if i == 0:
+        return below
+    # What is kept at least has no value; a limit that equals one might round to below it.
+    above = values[i + 1].item() if i < last else below + 2e-6 * abs(below)
+    return below / 2 + above / 2  # the sum could overflow
 
 
 def products_limit(sides: Sequence[Entries], target: float) -> float:

@@ -153,11 +153,11 @@ class OfSparseEncoder:
     def prune(self, thresholds: Thresholds, keep_at_least: int, budgets: Budgets) -> None:
         """Prune in this process."""
         self.pruning.thresholds, self.pruning.keep_at_least = thresholds, keep_at_least
-        if "forward" not in vars(self.model):
+        if thresholds != (None, None) and "forward" not in vars(self.model):
             self.model.forward = self.pruning.forward
             for pooling in self.poolings:
                 pooling.register_forward_hook(self.pruning.prune)
-                pooling.save = partial(_save, pooling)
+                pooling.save = partial(_save, pooling, self.pruning)
 
     def bias(self) -> Tensor:
         """Return the bias of the projection."""
@@ -208,12 +208,13 @@ def _head_of(pooling: Any) -> Any:
     return None if patched is None else patched.args[-1]
 
 
-def _save(pooling: Any, *args: Any, **options: Any) -> None:
-    warnings.warn(
-        "the thresholds of `calibrate` are not saved, as sentence-transformers has no place for "
-        "them: set the model's `max_active_dims` as well, or calibrate after loading",
-        stacklevel=2,
-    )
+def _save(pooling: Any, pruning: _Pruning, *args: Any, **options: Any) -> None:
+    if pruning.thresholds != (None, None):
+        warnings.warn(
+            "the thresholds of `calibrate` are not saved, as sentence-transformers has no place "
+            "for them: set the model's `max_active_dims` as well, or calibrate after loading",
+            stacklevel=2,
+        )
     type(pooling).save(pooling, *args, **options)
 
 
