@@ -9,6 +9,7 @@ from torch import Tensor
 from sparse_losses._core.checks import check_integer, check_number
 from sparse_losses.fast.sparse import csr
 
+Entries = tuple[Tensor, Tensor]  # ids and weights of a vector
 # Which prompt of a folder a side takes, as in sentence-transformers: the first that there is.
 PROMPTS = {"query": ("query",), "document": ("document", "passage", "corpus")}
 
@@ -52,9 +53,7 @@ def _watched(parts: Sequence[list[int]], options: dict[str, Any]) -> Iterator[li
             progress.update(len(numbers))
 
 
-def entries_of(
-    vectors: Tensor, numbers: Sequence[int] | None = None
-) -> list[tuple[Tensor, Tensor]]:
+def entries_of(vectors: Tensor, numbers: Sequence[int] | None = None) -> list[Entries]:
     """Return ids (ascending) and weights of each vector's positive entries, on the CPU.
 
     An error about a vector that is not finite names its row, or its number among ``numbers``.
@@ -73,7 +72,7 @@ def entries_of(
 
 def pruned(
     ids: Tensor, weights: Tensor, prune_ratio: float | None, max_active_dims: int | None
-) -> tuple[Tensor, Tensor]:
+) -> Entries:
     """Return the entries of at least ``prune_ratio`` times the largest weight, and the largest.
 
     Of equal weights at the end of ``max_active_dims`` that of the smaller id is kept.
@@ -110,9 +109,7 @@ def check_pruning(prune_ratio: float | None, max_active_dims: int | None) -> Non
         check_integer("max_active_dims", max_active_dims, minimum=1)
 
 
-def collected(
-    vectors: Sequence[tuple[Tensor, Tensor]], output: str, tokenizer: Any, vocab_size: int
-) -> Any:
+def collected(vectors: Sequence[Entries], output: str, tokenizer: Any, vocab_size: int) -> Any:
     """Return the entries of vectors as ``output``: ``"csr"``, ``"dense"`` or ``"tokens"``."""
     if output == "tokens":
         return [named(tokenizer, *entries) for entries in vectors]
@@ -144,9 +141,8 @@ def check_finite(values: Tensor, numbers: Sequence[int]) -> None:
     """Raise an error that names a text whose row is not finite."""
     wrong = (~values.isfinite()).any(1).nonzero()[:, 0]
     if len(wrong):
-        raise ValueError(
-            f"expected finite activations, got others in text {numbers[int(wrong[0])]}"
-        )
+        number = numbers[int(wrong[0])]
+        raise ValueError(f"expected finite activations, got others in text {number}")
 
 
 def check_texts(texts: object) -> None:

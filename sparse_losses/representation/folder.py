@@ -54,19 +54,9 @@ library_name: {library}
 tags: [sparse-encoder, splade, sparse-losses, feature-extraction]
 base_model: {base}
 ---
-
 # {name}
-
-A sparse encoder by sparse-losses: a {kind}.
-
-```python
-from sparse_losses import SpladeEncoder
-
-encoder = SpladeEncoder.from_pretrained("{name}")
-vectors = encoder.encode_document(["a text"])
-```
-
-With sentence-transformers: {theirs}.
+A sparse encoder, saved by sparse-losses: a {kind}. `SpladeEncoder.from_pretrained("{name}")` of
+`sparse_losses` loads it. With sentence-transformers: {theirs}.
 
 {own}
 """
@@ -215,10 +205,6 @@ class Folder:
                 settings, tensors = self.json(SETTINGS, required=True), self.tensors(TENSORS)
                 if settings.pop("format") != FORMAT:
                     raise ValueError(f"expected format {FORMAT}")
-                parts = {name for name in ("gate", "idf_weights") if settings[name]}
-                parts |= set() if settings["expansion"] else {"importance"}
-                if {name.split(".")[0] for name in tensors} != parts:
-                    raise ValueError(f"{SETTINGS} and {TENSORS} do not belong together")
                 limits = (settings["max_length"], said.get("max_length"))
                 settings["max_length"] = min((x for x in limits if x), default=None)
             prompts, default = encoder.get("prompts") or {}, encoder.get("default_prompt_name")
@@ -255,11 +241,7 @@ class Folder:
         elif os.path.isdir(self.name):
             place.find("config.json", required=True)
         options = {key: value for key, value in options.items() if key not in HUB} | where
-        with (
-            named_damage(self.name, (SafetensorError, json.JSONDecodeError)),
-            _cpu_and_fp32(),
-            _quiet(not has_logits),  # the layers before the logits may be new
-        ):
+        with named_damage(self.name, (SafetensorError, json.JSONDecodeError)):
             config = AutoConfig.from_pretrained(
                 name, **{**said["config_kwargs"], **where, **remote}
             )
@@ -281,43 +263,15 @@ class Folder:
             steps = [normalizers.Lowercase(), *filter(None, [backend.normalizer])]
             backend.normalizer = normalizers.Sequence(steps)
         needed = "" if has_logits else f"{model.base_model_prefix}."
-        if new := sorted(key for key in report["missing_keys"] if key.startswith(needed)):
-            warnings.warn(
-                f"{self.name} has no weights for {', '.join(new)}: they are random. Use a "
-                "checkpoint of a masked or causal language model, or train them.",
-                stacklevel=3,
-            )
+        if new := ", ".join(sorted(x for x in report["missing_keys"] if x.startswith(needed))):
+            text = "they are random. Load a masked or causal language model, or train them."
+            warnings.warn(f"{self.name} has no weights for {new}: {text}", stacklevel=3)
         if adapter:
             with from_extra("peft"):
                 from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, self.name, is_trainable=True, **place.hub)
         return model, tokenizer
-
-
-@contextmanager
-def _cpu_and_fp32() -> Iterator[None]:
-    """Load into memory, whatever the default device and the default dtype are."""
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-
-
-@contextmanager
-def _quiet(is_quiet: bool) -> Iterator[None]:
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    if is_quiet:
-        logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def _auto_class(config: Any) -> Any:
