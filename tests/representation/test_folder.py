@@ -248,7 +248,7 @@ def test_the_limit_is_the_smallest_of_file_model_and_tokenizer(written):
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"similarity_fn_name": "cosine"}, "compares vectors by cosine, not by dot products"),
+        ({"similarity_fn_name": "cosine"}, "compares vectors by cosine, not by products"),
         (
             {"prompts": {"p": "ask: "}, "default_prompt_name": "p"},
             "default prompt p, for texts without a side",
