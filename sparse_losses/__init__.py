@@ -44,12 +44,12 @@ from sparse_losses.objective.schedules import Curriculum, Phase, TrainingSchedul
 from sparse_losses.objective.teacher import BM25Teacher
 from sparse_losses.presets import COSINE, RECOMMENDED, V22, V23, V25, V26, V28, Preset
 from sparse_losses.queue import LabelQueue
-from sparse_losses.representation.calibration import calibrate, calibrate_threshold
 from sparse_losses.representation.encoder import SpladeEncoder
 from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead, splade_head
 from sparse_losses.representation.pooling import splade_pool, token_weights
 from sparse_losses.representation.static import StaticQueryEncoder
+from sparse_losses.sparsity.calibration import Calibration, calibrate, calibrate_threshold
 from sparse_losses.vocabulary.activation_frequency import ActivationFrequency
 from sparse_losses.vocabulary.bm25 import bm25_scores
 from sparse_losses.vocabulary.document_frequency import DocumentFrequency
@@ -69,6 +69,7 @@ __all__ = [
     "V28",
     "ActivationFrequency",
     "BM25Teacher",
+    "Calibration",
     "CollapseError",
     "ContextGate",
     "Curriculum",

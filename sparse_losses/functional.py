@@ -23,9 +23,9 @@ from sparse_losses.metrics import context_overlap, recall_at_k
 from sparse_losses.objective.advice import advise
 from sparse_losses.objective.gradient_report import gradient_report
 from sparse_losses.queue import LabelQueue
-from sparse_losses.representation.calibration import calibrate, calibrate_threshold
 from sparse_losses.representation.head import splade_head
 from sparse_losses.representation.pooling import splade_pool, token_weights
+from sparse_losses.sparsity.calibration import calibrate, calibrate_threshold
 from sparse_losses.vocabulary.bm25 import bm25_scores
 from sparse_losses.vocabulary.document_frequency import DocumentFrequency
 from sparse_losses.vocabulary.labels import label_similarity

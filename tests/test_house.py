@@ -26,12 +26,15 @@ FLOORS = {
     "_core": 1,
     "fast": 2,
     **dict.fromkeys(("losses", "vocabulary", "representation", "queue", "metrics"), 3),
-    "objective": 4,
-    "presets": 5,
-    "functional": 6,
-    "": 6,  # the package itself
-    "integrations": 7,
+    "sparsity": 4,
+    "objective": 5,
+    "presets": 6,
+    "functional": 7,
+    "": 7,  # the package itself
+    "integrations": 8,
 }
+# Two rooms may import one another: an encoder's method `calibrate` is the function, imported late.
+NEIGHBOURS = [{"", "functional"}, {"representation", "sparsity"}]
 GROUND = ["_core", "distributed", "fast"]
 
 
@@ -80,7 +83,7 @@ def test_imports_run_one_way(path):
     assert here in FLOORS, f"say in tests/test_house.py on which floor {here} lies"
     names = imports(path, ast.walk(parsed(path)))
     for there in rooms_of({n for n in names if n.split(".")[0] == "sparse_losses"}) - {here}:
-        assert FLOORS[there] < FLOORS[here] or {here, there} == {"", "functional"}, (here, there)
+        assert FLOORS[there] < FLOORS[here] or {here, there} in NEIGHBOURS, (here, there)
         if here == "losses":
             assert there in GROUND
     if here == "losses":
@@ -185,7 +188,7 @@ def test_every_public_name_has_a_docstring_with_an_example(name):
 
 
 LAZY = {  # what an extra brings, imported only inside a function
-    "representation/encoder.py": {"tqdm"},
+    "representation/encoding.py": {"tqdm"},
     "representation/folder.py": {"peft", "safetensors", "transformers"},
     "representation/static.py": {"safetensors", "transformers"},
 }

@@ -16,9 +16,10 @@ from sparse_losses.objective.batch import SpladeBatch
 from sparse_losses.objective.controller import SparsityController
 from sparse_losses.objective.diagnostics import Diagnostics
 from sparse_losses.objective.objective import ObjectiveOutput, SpladeObjective
-from sparse_losses.representation.calibration import calibrate, document_modules
 from sparse_losses.representation.encoder import SpladeEncoder
 from sparse_losses.representation.encoding import check_texts
+from sparse_losses.sparsity.calibration import calibrate
+from sparse_losses.sparsity.models import document_modules
 
 with from_extra("transformers"):
     from safetensors.torch import load, save

@@ -5,7 +5,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.activation import Activation, check_threshold, splade_activation
+from sparse_losses._core.activation import (
+    Activation,
+    check_threshold,
+    pruned_weights,
+    splade_activation,
+)
 from sparse_losses._core.checks import (
     check_choice,
     check_number,
@@ -225,6 +230,7 @@ class SpladeHead(LossModule):
     bias: Tensor | None
     softcap: float | None
     threshold: float | Tensor | None
+    keep_at_least: int = 0  # largest entries that `threshold` leaves in every row; of `calibrate`
 
     def __init__(
         self,
@@ -310,7 +316,14 @@ class SpladeHead(LossModule):
             bias = None if bias is None else bias * self.logit_scale
         weight = adapted_weight(*self._linear) if self._linear else self.weight
         options = self.hyperparameters() | {"gate": gate, "return_logits": return_logits}
-        return splade_head(hidden, weight, bias, attention_mask, **options)
+        threshold = self.threshold
+        if not self.keep_at_least or not isinstance(threshold, float):
+            return splade_head(hidden, weight, bias, attention_mask, **options)
+        output = splade_head(hidden, weight, bias, attention_mask, **options | {"threshold": None})
+        whole, logits = output if isinstance(output, tuple) else (output, None)
+        options = {"activation": self.activation}
+        kept = pruned_weights(whole, threshold, self.keep_at_least, **options)
+        return kept if logits is None else (kept, logits)
 
     def extra_repr(self) -> str:
         """Return the sizes and the hyperparameters."""

@@ -362,7 +362,8 @@ def test_encoding_prunes_by_ratio_and_by_number(name):
 
 
 def test_pruning_is_a_saved_setting(tmp_path):
-    make(prune_ratio=0.5, max_active_dims=2).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="does not apply prune_ratio, and keeps the 2 largest"):
+        make(prune_ratio=0.5, max_active_dims=2).save_pretrained(tmp_path)
     encoder = SpladeEncoder.from_pretrained(tmp_path)
     assert (encoder.prune_ratio, encoder.max_active_dims) == (0.5, 2)
     same = make().encode(TEXTS, output="tokens", prune_ratio=0.5, max_active_dims=2)

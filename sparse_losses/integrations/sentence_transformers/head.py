@@ -13,7 +13,7 @@ from sparse_losses.integrations.sentence_transformers.versions import (
     SpladePooling,
     Transformer,
 )
-from sparse_losses.representation._language_model import unwrapped
+from sparse_losses.representation._language_model import projection_of, unwrapped
 from sparse_losses.representation.head import SpladeHead
 
 
@@ -50,7 +50,7 @@ def use_splade_head(sparse_encoder: Any) -> Any:
                     "another package has put in its place"
                 )
         head = SpladeHead.from_masked_lm(model, activation=pooling.activation_function)
-        layer = model.get_output_embeddings()
+        layer = projection_of(model)
         replaced.append((model, "forward", partial(_hidden_states, model)))
         replaced.append((pooling, "forward", partial(_pooled, pooling, model, layer, head)))
         replaced.append((pooling, "save", partial(_save, pooling, head)))
@@ -108,7 +108,7 @@ def _pooled(
     pooling: Any, model: Any, layer: Any, head: SpladeHead, features: dict[str, Any]
 ) -> dict[str, Any]:
     """Do what the pooling does, for hidden states in the place of logits."""
-    if model.get_output_embeddings() is not layer or len(layer.weight) != len(head.weight):
+    if projection_of(model) != layer or len(layer.weight) != len(head.weight):
         raise RuntimeError(
             "expected the vocabulary projection that `use_splade_head` found, got another: call "
             "`use_splade_head` again after resizing embeddings or adding adapters"
