@@ -85,12 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     retriever.save(folder)
     content = json.dumps(results, indent=2, ensure_ascii=False) + "\n"
     (folder / "figures.json").write_text(content, encoding="utf-8")
-    where = "" if folder == parser().get_default("output") else f" --output {folder}"
+    where = "" if folder == parser().get_default("output") else f"--output {folder} "
     console.print(
         f"\nTrained in {results['seconds']['training']:.0f} s, "
         f"{results['seconds']['this call']:.0f} s in all. {folder} holds the model and "
         "figures.json.\nNext, ask it something:\n"
-        f"  python -m examples.demo{where} --query 'parse a date from a string'\n"
+        f"  make demo ARGS='{where}--query \"parse a date from a string\"'\n"
         "and train on your own texts: examples/train_with_transformers.py",
         soft_wrap=True,
         markup=False,

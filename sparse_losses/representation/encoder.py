@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from sparse_losses._core.activation import pruned_weights, weights_of
 from sparse_losses._core.checks import check_choice, check_flag, check_integer, check_shapes
 from sparse_losses._core.implementations import is_exported
-from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask, attended_ids
 from sparse_losses.representation import encoding, parts
 from sparse_losses.representation._language_model import (
@@ -89,8 +88,8 @@ class SpladeEncoder(nn.Module):
         torch.Size([2, 5])
 
     References:
-        SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval. The network of
-        ``expansion=False`` and the idf weights: the notes of a Korean neural sparse retriever.
+        SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval. ``expansion=False``
+        and idf weights: the notes of a Korean neural sparse retriever.
     """
 
     idf_weights: Tensor | None
@@ -142,16 +141,9 @@ class SpladeEncoder(nn.Module):
         set_attention(inner, bidirectional=bidirectional)
         self._inputs = without_cache(inner.base_model)
         self.tokenizer = tokenizer
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
         config = inner.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
-        largest = max(tokenizer.get_vocab().values(), default=0)
-        if largest >= self.vocab_size:
-            raise ValueError(
-                "expected `tokenizer` to have ids below the model's vocabulary size "
-                f"{self.vocab_size}, got the id {largest}"
-            )
+        parts.check_tokenizer(tokenizer, self.vocab_size)
         like = next(model.parameters())
         with like.device:
             if not expansion:
@@ -204,18 +196,17 @@ class SpladeEncoder(nn.Module):
 
         Raises:
             TypeError: for texts (``tokenize`` gives their ids) or floating-point numbers.
-            ValueError: for ids outside [0, V), and options that the encoder does not have.
+            ValueError: for ids outside [0, V), and options that do not go together.
             RuntimeError: if the model's output embeddings were replaced.
         """
         check_shapes(input_ids=(input_ids, "B S"))
         everywhere = torch.tensor(True, device=input_ids.device)
         attended_ids("input_ids", input_ids, everywhere, self.vocab_size, gathered=True)
         threshold, idf = self._threshold(side, active), self.idf_weights
-        if apply_idf is not None:
-            check_flag(apply_idf=apply_idf)
-        if apply_idf and idf is None:
+        is_weighted = idf is not None if apply_idf is None else apply_idf
+        check_flag(apply_idf=is_weighted)
+        if is_weighted and idf is None:
             raise ValueError("expected idf weights for `apply_idf=True`, got None")
-        is_weighted = idf is not None and apply_idf is not False
         options: dict[str, Any] = {} if layout == torch.strided else {"layout": layout}
         if options and (is_weighted or threshold is not None or not self.expansion):
             raise ValueError(f"expected expansion, no idf weights and no threshold for {layout}")
@@ -229,9 +220,8 @@ class SpladeEncoder(nn.Module):
             output: Any = self.head(hidden, pooled, **options)
             activations, logits = output if return_logits else (output, output)
         else:
-            logits = parts.token_logits(
-                self._position_logits(hidden), input_ids, pooled, self.vocab_size
-            )
+            own = parts.position_logits(self.importance, hidden)
+            logits = parts.token_logits(own, input_ids, pooled, self.vocab_size)
             logits = logits if gate is None else logits * gate
             activations = weights_of(logits, self.activation)
         if threshold is not None:
@@ -247,8 +237,8 @@ class SpladeEncoder(nn.Module):
             check_choice("active", active, tuple(self.budgets))
         if side is None:
             return None
-        known = (self.document_threshold, self.query_threshold)
-        return (known if active is None else self.budgets[active])[SIDES.index(side)]
+        own = (self.document_threshold, self.query_threshold)
+        return (own if active is None else self.budgets[active])[SIDES.index(side)]
 
     def _pooled(
         self, input_ids: Tensor, attention_mask: Tensor, pool_mask: Tensor | None = None
@@ -277,11 +267,6 @@ class SpladeEncoder(nn.Module):
         inputs = {**self._inputs, **inputs}
         hidden: Tensor = model(input_ids=input_ids, attention_mask=attention_mask, **inputs)[0]
         return hidden
-
-    def _position_logits(self, hidden: Tensor) -> Tensor:
-        """Return the logit of each position's own token ``[B, S]``, without expansion."""
-        logits: Tensor = self.importance(hidden)[:, :, 0].to(compute_dtype(hidden=hidden))
-        return logits
 
     def tokenize(
         self, texts: Sequence[str], *, side: Literal["document", "query"] | None = None
@@ -364,14 +349,10 @@ class SpladeEncoder(nn.Module):
         """Return the ``k`` tokens of largest weight of each text or vector, the largest first.
 
         Args:
-            texts_or_vectors: Strings; or floating vectors ``[N, V]``, dense or sparse, of which
-                positive entries count.
+            texts_or_vectors: Strings; or finite floating vectors ``[N, V]``, dense or sparse, of
+                which positive entries count.
             k: The number of tokens, at least 1.
             **options: Options of ``encode``, for texts only.
-
-        Raises:
-            TypeError: for anything but strings or floating vectors, or options with vectors.
-            ValueError: for vectors of another shape, or that are not finite.
         """
         check_integer("k", k, minimum=1)
         if isinstance(texts_or_vectors, Tensor):
@@ -399,30 +380,16 @@ class SpladeEncoder(nn.Module):
         with torch.no_grad(), evaluating(self):
             for numbers in encoding.batches(texts, batch_size):
                 batch = self.tokenize([texts[i] for i in numbers])
-                weights, attended = self._position_weights(**batch), batch["attention_mask"].bool()
+                weights, attended = (
+                    parts.position_weights(self, **batch),
+                    batch["attention_mask"].bool(),
+                )
                 encoding.check_finite(weights, numbers)
                 for row, i in enumerate(numbers):
                     ids, kept = batch["input_ids"][row, attended[row]], weights[row, attended[row]]
                     names = encoding.spelled(self.tokenizer, ids.tolist())
                     result[i] = list(zip(names, kept.tolist(), strict=True))
         return [result[i] for i in range(len(texts))]
-
-    def _position_weights(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return the largest activation of every pooled position, ``[B, S]``, 0 at others."""
-        hidden = self._hidden(input_ids, attention_mask)
-        gate = None if self.gate is None else self.gate(hidden, attention_mask)
-        idf = hidden.new_ones(self.vocab_size) if self.idf_weights is None else self.idf_weights
-        if self.expansion:
-            rows = []
-            for i, states in enumerate(hidden):  # each position is a text of one token
-                factor = None if gate is None else gate[i].expand(len(states), -1)
-                rows.append((self.head(states[:, None], gate=factor) * idf).amax(1))
-            weights = torch.stack(rows)
-        else:
-            logits = self._position_logits(hidden)
-            logits = logits if gate is None else logits * gate.gather(1, input_ids)
-            weights = weights_of(logits, self.activation) * idf[input_ids]
-        return weights.masked_fill(~self._pooled(input_ids, attention_mask), 0.0)
 
     def calibrate(self, documents: Sequence[str], *targets: Any, **options: Any) -> "Calibration":
         """Do what ``sparse_losses.calibrate`` does with this encoder; see there."""
@@ -440,22 +407,18 @@ class SpladeEncoder(nn.Module):
         cls,
         name_or_path: str | os.PathLike[str],
         *,
-        expansion: bool | None = None,
         gate: ContextGate | bool | None = None,
         idf_weights: Tensor | Literal[False] | None = None,
-        max_length: int | None = None,
         **options: Any,
     ) -> "SpladeEncoder":
         """Load a saved encoder, or a language model, in evaluation mode.
 
         Args:
             name_or_path: A folder, or a name on the Hugging Face Hub.
-            expansion: As in the class; ``None``, here and for all others: as saved.
-            gate: ``True``: the saved one, or else a new one; ``False``: none.
-            idf_weights: ``False``: none.
-            max_length: As in the class.
-            **options: Other arguments of the class; and options of the loaders of
-                ``transformers``, such as ``dtype`` and ``revision``.
+            gate: ``True``: the saved one, or else a new one; ``False``: none; ``None``: as saved.
+            idf_weights: ``False``: none; ``None``: as saved.
+            **options: Other arguments of the class, ``None`` or left out: as saved; and options of
+                the loaders of ``transformers``, such as ``dtype`` and ``revision``.
 
         Raises:
             OSError: if there is no such folder, or it is incomplete or damaged.
@@ -464,7 +427,6 @@ class SpladeEncoder(nn.Module):
         Warns:
             UserWarning: if the checkpoint lacks weights: they are random then.
         """
-        options |= {"expansion": expansion, "max_length": max_length}
         own = {name: options.pop(name, None) for name in (*SETTINGS, "importance", "max_length")}
         folder = Folder(name_or_path, **options)
         saved, tensors = folder.read()
@@ -475,20 +437,15 @@ class SpladeEncoder(nn.Module):
         with named_damage(folder.name):
             parts.check(saved)
             if (gate is None or gate is True) and saved.get("gate"):
-                config = unwrapped(model).config.get_text_config()
-                with torch.device("cpu"):
-                    gate = ContextGate(config.hidden_size, config.vocab_size, **saved["gate"])
-                gate = gate.float()
-                gate.load_state_dict(parts.state(tensors, "gate"))
+                gate = parts.saved_gate(unwrapped(model).config, saved["gate"], tensors)
         if idf_weights is not False:
             weights = tensors.get("idf_weights") if idf_weights is None else idf_weights
             settings["idf_weights"] = weights
         encoder = cls(model, tokenizer, gate=gate, **settings)
         with named_damage(folder.name):
-            if not encoder.expansion and (
-                part := parts.state(tensors, "importance") or folder.read_linear(encoder.importance)
-            ):
-                encoder.importance.load_state_dict(part)
+            if not encoder.expansion:
+                part = parts.state(tensors, "importance") or folder.read_linear(encoder.importance)
+                encoder.importance.load_state_dict(part or encoder.importance.state_dict())
         return encoder.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -508,10 +465,8 @@ class SpladeEncoder(nn.Module):
             ValueError: for adapters of a base model without a path, or several of them.
         """
         if any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
-            raise TypeError(
-                "expected whole parameters, got DTensors: save by torch.distributed.checkpoint, "
-                "and load that in one process"
-            )
+            how = "save by torch.distributed.checkpoint, and load that in one process"
+            raise TypeError(f"expected whole parameters, got DTensors: {how}")
         settings = self._settings() | {
             "max_length": self.max_length,
             "idf_weights": self.idf_weights is not None,
@@ -519,9 +474,6 @@ class SpladeEncoder(nn.Module):
         }
         if not self.expansion:
             settings["importance"] = "linear" if isinstance(self.importance, nn.Linear) else "mlp"
-        tensors = {
-            name: tensor.contiguous()
-            for name, tensor in self.state_dict().items()
-            if name.split(".")[0] in ("gate", "importance", "idf_weights")
-        }
+        own, state = ("gate", "importance", "idf_weights"), self.state_dict().items()
+        tensors = {key: x.contiguous() for key, x in state if key.split(".")[0] in own}
         write_folder(folder, self.model, self.tokenizer, settings, tensors)

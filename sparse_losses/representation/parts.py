@@ -6,7 +6,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.activation import Activation
+from sparse_losses._core.activation import Activation, weights_of
 from sparse_losses._core.checks import (
     check_choice,
     check_flag,
@@ -14,6 +14,7 @@ from sparse_losses._core.checks import (
     check_number,
     check_shapes,
 )
+from sparse_losses._core.precision import compute_dtype
 from sparse_losses.representation._language_model import position_limits
 from sparse_losses.representation.encoding import check_pruning
 from sparse_losses.representation.gate import ContextGate
@@ -79,12 +80,58 @@ def importance(kind: str, hidden_size: int) -> nn.Module:
     return nn.Sequential(nn.Linear(hidden_size, hidden_size), nn.ReLU(), nn.Dropout(0.1), last)
 
 
+def position_logits(importance: nn.Module, hidden: Tensor) -> Tensor:
+    """Return the logit of each position's own token ``[B, S]``, without expansion."""
+    logits: Tensor = importance(hidden)[:, :, 0].to(compute_dtype(hidden=hidden))
+    return logits
+
+
 def token_logits(logits: Tensor, input_ids: Tensor, pooled: Tensor, vocab_size: int) -> Tensor:
     """Return the largest logit of every token of the texts, 0 at the others, without expansion."""
     # The positions that do not count go to an extra column.
     columns = torch.where(pooled, input_ids, vocab_size)
     largest = logits.new_zeros(logits.shape[0], vocab_size + 1)
     return largest.scatter_reduce(1, columns, logits, "amax", include_self=False)[:, :-1]
+
+
+def position_weights(encoder: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return the largest activation of every pooled position, ``[B, S]``, 0 at others."""
+    hidden = encoder._hidden(input_ids, attention_mask)
+    gate = None if encoder.gate is None else encoder.gate(hidden, attention_mask)
+    idf = encoder.idf_weights
+    idf = hidden.new_ones(encoder.vocab_size) if idf is None else idf
+    if encoder.expansion:
+        rows = []
+        for i, states in enumerate(hidden):  # each position is a text of one token
+            factor = None if gate is None else gate[i].expand(len(states), -1)
+            rows.append((encoder.head(states[:, None], gate=factor) * idf).amax(1))
+        weights = torch.stack(rows)
+    else:
+        logits = position_logits(encoder.importance, hidden)
+        logits = logits if gate is None else logits * gate.gather(1, input_ids)
+        weights = weights_of(logits, encoder.activation) * idf[input_ids]
+    return weights.masked_fill(~encoder._pooled(input_ids, attention_mask), 0.0)
+
+
+def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
+    """Give the tokenizer a padding token if it has none; raise for ids that the model lacks."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= vocab_size:
+        raise ValueError(
+            "expected `tokenizer` to have ids below the model's vocabulary size "
+            f"{vocab_size}, got the id {largest}"
+        )
+
+
+def saved_gate(config: Any, settings: dict[str, Any], tensors: dict[str, Tensor]) -> ContextGate:
+    """Return the gate of a folder, in fp32 on the CPU."""
+    sizes = config.get_text_config()
+    with torch.device("cpu"):
+        gate = ContextGate(sizes.hidden_size, sizes.vocab_size, **settings).float()
+    gate.load_state_dict(state(tensors, "gate"))
+    return gate
 
 
 def gate(given: object, hidden_size: int, vocab_size: int) -> ContextGate | None:

@@ -39,7 +39,7 @@ def test_a_run_is_saved_and_answers_at_once(tiny, corpus, tmp_path, capsys, monk
         "MRR@10",
         "products of a pair",
         "? zzzz [b]",
-        f"python -m examples.demo --output {folder} --query",
+        f"make demo ARGS='--output {folder} --query",
         "examples/train_with_transformers.py",
     ):
         assert expected in printed
