@@ -431,9 +431,6 @@ class InfoNCELoss(LossModule):
 
     temperature: float | Tensor
     negatives_from: NegativesFrom
-    # `SpladeObjective` may compute this loss from scores shared between terms. A subclass may
-    # compute something else, so it does not inherit this and has to set it itself.
-    takes_scores = True
 
     def __init__(
         self,
@@ -550,12 +547,18 @@ def false_negative_mask(
     return ~(scores > limit[:, None]) | positive_mask
 
 
-@loss(scores="B C", positive_mask="B C, mask", candidate_mask="B C, mask, optional")
+@loss(
+    scores="B C",
+    positive_mask="B C, mask",
+    candidate_mask="B C, mask, optional",
+    temperature="> 0, learnable",
+)
 def info_nce_from_scores(
     scores: Tensor,
     positive_mask: Tensor,
-    candidate_mask: Tensor | None = None,
     *,
+    candidate_mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     decoupled: bool = False,
     gather: bool = False,
     reduction: Reduction = "mean",
@@ -563,17 +566,18 @@ def info_nce_from_scores(
     r"""InfoNCE of precomputed scores, from any model.
 
     $$\ell_i = \frac{1}{|P_i|} \sum_{p \in P_i}
-    -\log \frac{\exp(s_{ip})}{\sum_{c \in C_i} \exp(s_{ic})}$$
+    -\log \frac{\exp(s_{ip} / t)}{\sum_{c \in C_i} \exp(s_{ic} / t)}$$
 
-    $s_{ic}$ is the score of candidate $c$ for row $i$, divided by the temperature: from late
-    interaction, a cross-encoder, or products of vectors computed elsewhere. $C_i$ are the row's
-    candidates, $P_i \subseteq C_i$ its positives. ``info_nce_loss`` applies the same formula to
-    its similarities.
+    $s_{ic}$ is the score of candidate $c$ for row $i$, from late interaction, a cross-encoder, or
+    products of vectors computed elsewhere, $t$ the temperature. $C_i$ are the row's candidates,
+    $P_i \subseteq C_i$ its positives. ``info_nce_loss`` applies the same formula to its
+    similarities.
 
     Args:
         scores: ``[B, C]`` floating.
         positive_mask: ``[B, C]`` bool, int or float 0/1.
         candidate_mask: ``[B, C]`` bool, int or float 0/1; by default every column is a candidate.
+        temperature: ``t``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
         decoupled: whether to leave the positives out of the denominator.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
             same number of rows (see ``sparse_losses.distributed``); no scores are exchanged.
@@ -602,6 +606,10 @@ def info_nce_from_scores(
     if candidate_mask is not None:
         is_positive, absent = is_positive & candidate_mask, absent | ~candidate_mask
     valid = is_positive.any(-1)
+    if isinstance(temperature, Tensor):  # its gradient multiplies by the scores: 0 * NaN is NaN
+        is_there = is_positive | ~absent
+        scores = torch.where(is_there & valid[:, None], scores, 0.0)
+    scores = scores / temperature
     if decoupled:
         valid = valid & ~absent.all(-1)
         scores = torch.where(valid[:, None], scores, 0.0)  # or 0 * NaN would reach the gradient
@@ -621,21 +629,32 @@ class InfoNCEFromScoresLoss(LossModule):
         tensor(1.3863)
     """
 
+    temperature: float | Tensor
+
     def __init__(
-        self, *, decoupled: bool = False, gather: bool = False, reduction: Reduction = "mean"
+        self,
+        *,
+        temperature: float | Tensor = 1.0,
+        decoupled: bool = False,
+        gather: bool = False,
+        reduction: Reduction = "mean",
     ) -> None:
         super().__init__(
-            info_nce_from_scores, decoupled=decoupled, gather=gather, reduction=reduction
+            info_nce_from_scores,
+            temperature=temperature,
+            decoupled=decoupled,
+            gather=gather,
+            reduction=reduction,
         )
 
     def forward(
         self,
         scores: Tensor,
         positive_mask: Tensor,
-        candidate_mask: Tensor | None = None,
         *,
+        candidate_mask: Tensor | None = None,
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather)
-        return info_nce_from_scores(scores, positive_mask, candidate_mask, **options)
+        return info_nce_from_scores(scores, positive_mask, candidate_mask=candidate_mask, **options)
