@@ -6,18 +6,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from sentence_transformers import SparseEncoder
+from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
 from torch import Tensor, nn
 
-from sparse_losses.integrations.sentence_transformers.versions import (
-    SparseEncoder,
-    SpladePooling,
-    Transformer,
-)
-from sparse_losses.representation._language_model import unwrapped
+from sparse_losses._core.checks import check_number
+from sparse_losses.representation._language_model import evaluating, unwrapped
 from sparse_losses.representation.head import SpladeHead
 
 
-def use_splade_head(sparse_encoder: Any) -> Any:
+def use_splade_head(sparse_encoder: Any, *, logit_scale: float = 1.0) -> Any:
     """Compute the vectors of a ``SparseEncoder`` by ``splade_head``; return the encoder.
 
     ``[B, S, V]`` is then never stored, and vectors and gradients are the same. They are fp32, also
@@ -30,16 +28,20 @@ def use_splade_head(sparse_encoder: Any) -> Any:
     Args:
         sparse_encoder: a ``SparseEncoder`` of a fill-mask ``Transformer`` and
             ``SpladePooling("max")``, or of a ``Router`` with such sides. It is changed in place.
+        logit_scale: a factor > 0 on the logits, of models whose head has a large norm. It is
+            multiplied into the model's weights, which a folder saves: pass it once.
 
     Raises:
         TypeError: for other modules, for a model that ``SpladeHead.from_masked_lm`` does not take,
-            and for a ``forward`` that something else has replaced.
+            for a ``forward`` that something else has replaced, and for a ``logit_scale`` of a model
+            whose projection does not follow a normalisation.
         ValueError: for another pooling than the maximum.
 
     Examples:
         ``model = use_splade_head(SparseEncoder("naver/splade-v3"))``
     """
     remove_splade_head(sparse_encoder)
+    check_number("logit_scale", logit_scale, minimum=0.0, exclusive=True)
     replaced = []
     for transformer, pooling in _pairs(sparse_encoder):
         model = unwrapped(transformer.auto_model)
@@ -50,6 +52,8 @@ def use_splade_head(sparse_encoder: Any) -> Any:
                     "another package has put in its place"
                 )
         head = SpladeHead.from_masked_lm(model, activation=pooling.activation_function)
+        if logit_scale != 1.0:
+            _scale(model, head, logit_scale)
         layer = model.get_output_embeddings()
         replaced.append((model, "forward", partial(_hidden_states, model)))
         replaced.append((pooling, "forward", partial(_pooled, pooling, model, layer, head)))
@@ -66,8 +70,7 @@ def remove_splade_head(sparse_encoder: Any) -> Any:
         ``model = remove_splade_head(model)``
     """
     for transformer, pooling in _pairs(sparse_encoder):
-        for module in (getattr(transformer, "auto_model", None), pooling):
-            module = unwrapped(module)
+        for module in (unwrapped(transformer.auto_model), pooling):
             for name in ("forward", "save"):
                 function = getattr(vars(module).get(name), "func", None)
                 if function in (_hidden_states, _pooled, _save):
@@ -94,6 +97,24 @@ def _pairs(sparse_encoder: Any) -> list[tuple[Any, Any]]:
     if not pairs:
         raise TypeError("expected a SparseEncoder with a fill-mask Transformer, got none in it")
     return pairs
+
+
+@torch.no_grad()
+def _scale(model: Any, head: SpladeHead, factor: float) -> None:
+    """Multiply the logits by a factor, in the last normalisation and the bias."""
+    layers, size = head.transform or nn.Identity(), head.weight.shape[1]
+    norms = [x for x in layers.modules() if getattr(getattr(x, "weight", None), "ndim", 0) == 1]
+    tensors = [y for x in norms[-1:] for y in (x.weight, getattr(x, "bias", None)) if y is not None]
+    hidden = torch.linspace(-1, 1, 2 * size).to(head.weight).reshape(2, size)
+    with evaluating(model):
+        expected = factor * layers(hidden)
+        torch._foreach_mul_(tensors, factor)
+        if not torch.allclose(layers(hidden), expected, rtol=1e-3):
+            torch._foreach_div_(tensors, factor)
+            kind = type(model).__name__
+            raise TypeError(f"expected a normalisation before the projection of {kind}, got none")
+    if head.bias is not None:
+        head.bias.mul_(factor)
 
 
 def _hidden_states(model: Any, **inputs: Any) -> Any:
