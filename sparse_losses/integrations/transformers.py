@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import sparse_losses as sl
-from sparse_losses._core.checks import check_choice
 from sparse_losses._core.extras import from_extra
 from sparse_losses.distributed import sum_over_ranks
 from sparse_losses.representation.encoding import check_texts
@@ -78,21 +77,14 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         query_target: float | Sequence[float] | None = None,
         encoder: nn.Module | None = None,
     ) -> None:
-        for side in diagnostics or ():
-            check_choice("diagnostics", side, ["query", "document"])
         for one in schedules:
             if isinstance(one, nn.Module) or not (hasattr(one, "attach") or callable(one)):
                 raise TypeError(f"expected schedules, got {one!r}: is it the `loss`?")
-        named = loss if isinstance(loss, Mapping) else {"loss": loss or nn.Module()}
-        if not all(isinstance(module, nn.Module) for module in named.values()):
-            raise TypeError(f"expected `loss` to be a module or a dict of modules, got {loss!r}")
         for texts in (calibrate_on, queries):
-            if texts is not None:
-                check_texts(texts)
-                if len(texts) < 5:
-                    raise ValueError(f"expected at least five texts, got {len(texts)}")
+            check_texts(texts or [])
         if (calibrate_on is None) != (calibrate_to is None):
             raise ValueError("expected `calibrate_on` with `calibrate_to`, got one of them")
+        named = loss if isinstance(loss, Mapping) else {"loss": loss or nn.Module()}
         self.losses, self.diagnostics = dict(named), dict(diagnostics or {})
         self.calibrate_on, self.calibrate_to = calibrate_on, calibrate_to
         self.queries, self.query_target, self.encoder = queries, query_target, encoder
@@ -186,15 +178,16 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._restore(TrainerState.load_from_json(str(best)), schedules=False)
         if self.calibrate_on is None:
             return
-        given, left = zip(*(_split(x) for x in (self.calibrate_on, self.queries)), strict=True)
+        sides = {"document": list(self.calibrate_on), "query": list(self.queries or ())}
+        given = [[x for i, x in enumerate(texts) if i % 5 != 4] for texts in sides.values()]
         options = {"queries": given[1] or None, "query_target": self.query_target}
         result = sl.calibrate(self._encoder, given[0], self.calibrate_to, **options, verbose=False)
-        counts = [
-            f"{_active(encode, texts):.1f} per {side}"
-            for side, texts in zip(("document", "query"), left, strict=True)
-            for encode in [getattr(self._encoder, f"encode_{side}")]
-            if texts
-        ]
+        counts = []
+        for side, texts in sides.items():
+            if others := texts[4::5]:
+                vectors = getattr(self._encoder, f"encode_{side}")(others)
+                active = (vectors.to_sparse_csr().values() > 0).sum().item() / len(others)
+                counts.append(f"{active:.1f} per {side}")
         if state.is_world_process_zero:
             print(result, f"active dimensions of other texts: {', '.join(counts)}", sep="\n")
 
@@ -255,15 +248,3 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Add the terms to the metrics that the trainer returns and compares."""
         metrics.update(self._evaluated)
         self._evaluated = {}
-
-
-def _split(texts: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """Return four fifths of the texts, and every fifth."""
-    texts = list(texts or ())
-    return [text for number, text in enumerate(texts) if number % 5], texts[::5]
-
-
-def _active(encode: Any, texts: Sequence[str]) -> float:
-    vectors = encode(texts)
-    active: int = (vectors.to_sparse_csr().values() > 0).sum().item()
-    return active / len(texts)

@@ -140,9 +140,7 @@ def _scores(teacher: Teacher, query: Mapping[str, Any], document: Mapping[str, A
     return scores
 
 
-def _similarities(
-    teacher: Any, query: Mapping[str, Any], document: Mapping[str, Any]
-) -> Tensor:
+def _similarities(teacher: Any, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
     """Return the scores by a ``SentenceTransformer`` or ``SparseEncoder``, which reads texts."""
     if query.get("texts") is None or document.get("texts") is None:
         raise ValueError(

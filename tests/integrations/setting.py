@@ -119,11 +119,12 @@ def schedule_of(objective):
     return TrainingSchedule(objective, warmups={name: Warmup(5, "quadratic")})
 
 
-def plain_loop(encoder, objective, batches, *, bf16=False):
+def plain_loop(encoder, objective, batches, *, bf16=False, warms_up=True):
     """PyTorch and nothing else: one step a batch; the total of each."""
     parameters = [*encoder.parameters(), *objective.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=RATE)
-    schedule_of(objective).attach(optimizer)
+    if warms_up:
+        schedule_of(objective).attach(optimizer)
     encoder.train()
     totals = []
     for inputs in batches:

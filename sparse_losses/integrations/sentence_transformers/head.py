@@ -1,18 +1,20 @@
 """The SPLADE head of this package inside sentence-transformers' ``SparseEncoder``."""
 
 import itertools
-import warnings
 from functools import partial
 from typing import Any
 
 import torch
-from sentence_transformers import SparseEncoder
-from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_number
-from sparse_losses.representation._language_model import evaluating, unwrapped
+from sparse_losses._core.extras import from_extra
+from sparse_losses.representation._language_model import evaluating, projection_of, unwrapped
 from sparse_losses.representation.head import SpladeHead
+
+with from_extra("sentence-transformers"):
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
 
 
 def use_splade_head(sparse_encoder: Any, *, logit_scale: float = 1.0) -> Any:
@@ -54,12 +56,11 @@ def use_splade_head(sparse_encoder: Any, *, logit_scale: float = 1.0) -> Any:
         head = SpladeHead.from_masked_lm(model, activation=pooling.activation_function)
         if logit_scale != 1.0:
             _scale(model, head, logit_scale)
-        layer = model.get_output_embeddings()
-        replaced.append((model, "forward", partial(_hidden_states, model)))
-        replaced.append((pooling, "forward", partial(_pooled, pooling, model, layer, head)))
-        replaced.append((pooling, "save", partial(_save, pooling, head)))
-    for module, name, function in replaced:
-        setattr(module, name, function)
+        layer = projection_of(model)
+        replaced.append((model, partial(_hidden_states, model)))
+        replaced.append((pooling, partial(_pooled, pooling, model, layer, head)))
+    for module, function in replaced:
+        module.forward = function
     return sparse_encoder
 
 
@@ -71,10 +72,9 @@ def remove_splade_head(sparse_encoder: Any) -> Any:
     """
     for transformer, pooling in _pairs(sparse_encoder):
         for module in (unwrapped(transformer.auto_model), pooling):
-            for name in ("forward", "save"):
-                function = getattr(vars(module).get(name), "func", None)
-                if function in (_hidden_states, _pooled, _save):
-                    delattr(module, name)
+            function = getattr(vars(module).get("forward"), "func", None)
+            if function in (_hidden_states, _pooled):
+                del module.forward
     return sparse_encoder
 
 
@@ -102,17 +102,20 @@ def _pairs(sparse_encoder: Any) -> list[tuple[Any, Any]]:
 @torch.no_grad()
 def _scale(model: Any, head: SpladeHead, factor: float) -> None:
     """Multiply the logits by a factor, in the last normalisation and the bias."""
-    layers, size = head.transform or nn.Identity(), head.weight.shape[1]
+    layers, weight = head.transform or nn.Identity(), head.weight
     norms = [x for x in layers.modules() if getattr(getattr(x, "weight", None), "ndim", 0) == 1]
-    tensors = [y for x in norms[-1:] for y in (x.weight, getattr(x, "bias", None)) if y is not None]
-    hidden = torch.linspace(-1, 1, 2 * size).to(head.weight).reshape(2, size)
+    scaled = [y for x in norms[-1:] for y in (x.weight, getattr(x, "bias", None)) if y is not None]
+    hidden = torch.linspace(-1, 1, 2 * weight.shape[1]).to(weight).reshape(2, 1, -1)
     with evaluating(model):
         expected = factor * layers(hidden)
-        torch._foreach_mul_(tensors, factor)
-        if not torch.allclose(layers(hidden), expected, rtol=1e-3):
-            torch._foreach_div_(tensors, factor)
-            kind = type(model).__name__
-            raise TypeError(f"expected a normalisation before the projection of {kind}, got none")
+        for x in scaled:
+            x.mul_(factor)
+        error = (layers(hidden) - expected).abs().max() / expected.abs().max()
+    if not scaled or error > 2 * torch.finfo(weight.dtype).eps ** 0.5:
+        for x in scaled:
+            x.div_(factor)
+        kind = type(model).__name__
+        raise TypeError(f"expected a normalisation before the projection of {kind}, got none")
     if head.bias is not None:
         head.bias.mul_(factor)
 
@@ -129,7 +132,7 @@ def _pooled(
     pooling: Any, model: Any, layer: Any, head: SpladeHead, features: dict[str, Any]
 ) -> dict[str, Any]:
     """Do what the pooling does, for hidden states in the place of logits."""
-    if model.get_output_embeddings() is not layer or len(layer.weight) != len(head.weight):
+    if projection_of(model) != layer or len(layer.weight) != len(head.weight):
         raise RuntimeError(
             "expected the vocabulary projection that `use_splade_head` found, got another: call "
             "`use_splade_head` again after resizing embeddings or adding adapters"
@@ -144,16 +147,6 @@ def _pooled(
         pooling.embedding_dimension = vectors.shape[1]
     features["sentence_embedding"] = vectors
     return features
-
-
-def _save(pooling: Any, head: SpladeHead, *args: Any, **options: Any) -> None:
-    if head.threshold is not None:
-        warnings.warn(
-            "the threshold of `calibrate(method='prune')` is not saved, as sentence-transformers "
-            "has no place for it: calibrate by method='shift', or use `max_active_dims`",
-            stacklevel=2,
-        )
-    type(pooling).save(pooling, *args, **options)
 
 
 def _padded(flat: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:

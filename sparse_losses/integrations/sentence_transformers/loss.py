@@ -87,7 +87,8 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         given = {"labels_are_ids": labels_are_ids, "score_anchors": score_anchors}
         given |= {"teacher": teacher is not None, "prototype": prototype is not None}
         if wrong := [option for option in given if given[option] and option not in used]:
-            raise ValueError(f"expected options of {name} ({used}), got {wrong}")
+            known = ", ".join(used) or "none"
+            raise ValueError(f"expected options of {name} ({known}), got {wrong}")
         if "prototype" in used and prototype is None:
             raise ValueError(f"expected `prototype` for {name}, got None")
         self.model = model  # the trainer replaces it by the compiled or distributed model
@@ -234,10 +235,16 @@ def _of_batch(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Tens
         fields["positive_ids"] = mine[:, 0]
         if ids.shape[1]:
             keeps.append(mine != (ids if not shares else gather_rows(ids.T.flatten(), gather)))
-    elif own.teacher is None and labels is not None and own._kind not in WITHOUT_LABELS:
-        if isinstance(loss, sl.MarginMSELoss) and labels.numel() == size * len(others):
+    elif own.teacher is None and (
+        own._kind in SCORED or loss is own._objective and labels is not None
+    ):
+        if (
+            own._kind is sl.MarginMSELoss
+            and labels is not None
+            and labels.numel() == size * len(others)
+        ):
             labels = nn.functional.pad(-labels.reshape(size, -1), (1, 0))  # scores of the margins
-        if labels.shape != (size, count):
+        if labels is None or labels.shape != (size, count):
             raise _unfit(own, f"[{size}, {count}], the teacher's scores", labels)
         fields |= {"teacher_scores": labels, "teacher_candidates": "own"}
     if keeps:
@@ -326,4 +333,4 @@ TERMS: dict[type, Callable[[Any], Any]] = {
     sl.MarginMSELoss: partial(terms.margin_mse, similarity="dot"),
     sl.RankNetLoss: partial(terms.ranknet, similarity="dot"),
 }
-WITHOUT_LABELS = (sl.InfoNCELoss, sl.TripletMarginLoss)
+SCORED = (sl.DistillationLoss, sl.MarginMSELoss, sl.RankNetLoss)

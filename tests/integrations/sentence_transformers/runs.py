@@ -34,6 +34,7 @@ from sparse_losses import (
     TripletMarginLoss,
 )
 from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
+from sparse_losses.objective import terms
 from tests.integrations import setting
 
 NAME = "sentence-transformers"
@@ -169,24 +170,19 @@ def of_ordered_pairs(texts, labels):
     return ((costs * ahead).sum((1, 2)) / ahead.sum((1, 2))).mean()
 
 
-def objective(gather=False):
+def objective():
+    ids = {"special_token_ids": [0, 1, 2, 3, 4]}
     return SpladeObjective(
         {
-            "info_nce": 1.0,
-            "triplet_margin": 0.5,
-            "margin_mse": 0.01,
-            "distillation": 0.2,
-            "query_flops": 0.02,
-            "document_flops": 0.01,
-            "document_min_activation": 0.1,
-            "query_language_penalty": 0.01,
-            "document_self_reconstruction": 0.3,
-            "query_positive_activation": 0.05,
-        },
-        info_nce=InfoNCELoss(temperature=0.5),
-        language_penalty=LanguagePenaltyLoss(PENALTY),
-        special_token_ids=[0, 1, 2, 3, 4],
-        gather=gather,
+            "info_nce": (1.0, terms.info_nce(InfoNCELoss(temperature=0.5))),
+            "triplet_margin": (0.5, terms.triplet_margin()),
+            "margin_mse": (0.01, terms.margin_mse()),
+            "distillation": (0.2, terms.distillation()),
+            "query_flops": (0.02, terms.flops("query")),
+            "document_min_activation": (0.1, terms.min_activation("document", **ids)),
+            "document_self_reconstruction": (0.3, terms.self_reconstruction("document", **ids)),
+            "query_positive_activation": (0.05, terms.positive_activation("query", **ids)),
+        }
     )
 
 

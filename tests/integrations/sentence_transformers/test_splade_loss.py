@@ -6,8 +6,6 @@ With theirs the same value and gradient: test_splade_loss of tests/porting.
 import pytest
 from sentence_transformers.sparse_encoder import losses as theirs
 
-from sparse_losses import FlopsLoss, SpladeObjective
-from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
 from tests.integrations.sentence_transformers.runs import (
     ALONE,
     NAME,
@@ -60,9 +58,6 @@ def test_within_splade_loss_as_loss_and_regulariser(kind, name, sparse, tmp_path
 
     values = plain_loop(reference, whole, columns, labels)
     assert logged(trainer) == pytest.approx(values, rel=1e-3, abs=1e-3)
-    names = ("base_loss", "document_regularizer_loss", "query_regularizer_loss")
-    for term, expected in zip(names, zip(*terms, strict=True), strict=True):
-        assert logged(trainer, term) == pytest.approx(expected, rel=1e-3, abs=1e-3)
     assert_same_weights(model, reference)
     assert_moved(model, sparse())
 
@@ -83,17 +78,4 @@ def test_every_loss_of_vectors_is_a_base_of_splade_loss_cached_or_not(name, spar
     assert logged(trainer, "base_loss")[0] == pytest.approx(values[0], rel=1e-3, abs=1e-3)
     other = splade(cached, adapter(cached, loss), **KINDS["CachedSpladeLoss"])
     train(cached, other, data, tmp_path, num_train_epochs=1)
-    assert_same_weights(model, cached)
-
-
-def test_an_objective_without_token_ids_is_a_base_of_splade_loss(sparse, tmp_path):
-    weights = {"info_nce": 1.0, "triplet_margin": 0.5}
-    names = (*weights, "document_regularizer_loss", "query_regularizer_loss")
-    model, cached = sparse(), sparse()
-    for encoder, kind in ((model, "SpladeLoss"), (cached, "CachedSpladeLoss")):
-        ours = SentenceTransformersLoss(encoder, SpladeObjective(weights))
-        loss = splade(encoder, ours, FlopsLoss(), **KINDS[kind])
-        trainer = train(encoder, loss, dataset(3), tmp_path, num_train_epochs=1)
-        total = [sum(x) for x in zip(*(logged(trainer, name) for name in names), strict=True)]
-        assert logged(trainer) == pytest.approx(total, abs=3e-4)
     assert_same_weights(model, cached)
