@@ -10,8 +10,8 @@ from sparse_losses._core.token_ids import TokenIds, id_mask
 from sparse_losses.vocabulary.bm25 import bm25_scores, check_bm25
 from sparse_losses.vocabulary.document_frequency import DocumentFrequency
 
-# A bi-encoder of sentence-transformers, or a function of queries and documents, dicts with token ids
-# and texts, that returns scores [Q, D].
+# A bi-encoder, or a function of queries and documents, dicts with token ids and texts, that returns
+# scores [Q, D].
 Teacher = Callable[[Mapping[str, Any], Mapping[str, Any]], Tensor]
 
 

@@ -27,8 +27,8 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
 
     - InfoNCE and N-pair share all negatives among the anchors. A ``SpladeObjective`` shares those
       of one column; of several, an anchor has only its own, as in the other losses.
-    - ``labels`` are the teacher's scores ``[B, 1 + n]``; for MarginMSE alone also margins
-      ``[B, n]``; for pairwise contrastive 0/1 ``[B]``; for NWS multi-hot ``[B, L]``.
+    - ``labels`` are a teacher's scores ``[B, 1 + n]``; for MarginMSE alone also margins ``[B, n]``;
+      for pairwise contrastive 0/1 ``[B]``; for NWS multi-hot ``[B, L]``.
     - An empty negative is none: the losses of scores (all but N-pair) leave it out, whatever its
       label, where they see token ids, which ``SpladeLoss`` does not pass on.
     - Distillation, RankNet and MarginMSE alone compare dot products.
@@ -36,18 +36,17 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
     Args:
         model: a ``SparseEncoder`` or ``SentenceTransformer``.
         loss: the loss, which reduces to one number.
-        labels_are_ids: whether ``labels`` are integers that name the positives ``[B]``, or the
-            positives and negatives ``[B, 1 + n]``: a document with the id of a row's positive is
-            then no negative of this row. For InfoNCE, triplet margin and ``SpladeObjective``.
+        labels_are_ids: whether ``labels`` are integers that name the positives ``[B]``, or all
+            documents ``[B, 1 + n]``: one with the id of a row's positive is no negative of the row.
+            For InfoNCE, triplet margin and ``SpladeObjective``.
         teacher: for a ``SpladeObjective``: a ``SentenceTransformer``, a ``BM25Teacher``, or another
             function of queries and documents, dicts of ``input_ids``, ``attention_mask`` and, after
             ``keep_texts(trainer)``, ``texts``, that returns their scores ``[Q, D]``. It scores all
             candidates of a batch in the place of ``labels``, and is not trained.
-        score_anchors: whether it also scores every anchor with every anchor, for the term
-            ``context_distillation``.
+        score_anchors: whether it also scores the anchors, for the term ``context_distillation``.
         prototype: prototypes ``[L, F]`` of NWS; an ``nn.Parameter`` is learned.
         mini_batch_size: number of texts embedded at a time, twice, with the graph of one mini-batch
-            only (gradient caching); loss and gradient are those of the whole batch. Default: all.
+            only (gradient caching); the gradient is that of the whole batch. Default: all.
 
     Examples:
         >>> import torch
@@ -83,14 +82,12 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
             raise TypeError(f"expected a loss of sparse_losses or a SpladeObjective, got {name}")
         if getattr(loss, "reduction", "mean") == "none":
             raise ValueError("expected a loss that reduces to one number, got reduction='none'")
-        self._least, self._compute, *used = LOSSES[self._kind]
+        used = LOSSES[self._kind][2:]
         given = {"labels_are_ids": labels_are_ids, "score_anchors": score_anchors}
         given |= {"teacher": teacher is not None, "prototype": prototype is not None}
-        if wrong := [option for option in given if given[option] and option not in used]:
-            known = ", ".join(used) or "none"
-            raise ValueError(f"expected options of {name} ({known}), got {wrong}")
-        if "prototype" in used and prototype is None:
-            raise ValueError(f"expected `prototype` for {name}, got None")
+        received = [option for option in given if given[option]]
+        if {*received} - {*used} or ("prototype" in used and prototype is None):
+            raise ValueError(f"expected options of {name} ({used}), got {received}")
         self.model = model  # the trainer replaces it by the compiled or distributed model
         self.loss, self.labels_are_ids, self.score_anchors = loss, labels_are_ids, score_anchors
         self.mini_batch_size, self.uses_gradient_cache = mini_batch_size, bool(mini_batch_size)
@@ -139,14 +136,14 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:
         """Compute the loss of embeddings in mini-batches; their mixin calls it as second step."""
-        if len(reps) < self._least:
-            kinds = ", ".join(("anchors", "positives", "negatives")[: self._least])
-            raise ValueError(
-                f"{type(self.loss).__name__} expected {self._least} columns or more ({kinds}), got "
-                f"{len(reps)}"
-            )
+        (least, most), compute, *_ = LOSSES[self._kind]
+        if not least <= len(reps) <= most:
+            kinds = ("anchors", "positives", "negatives")[:least]
+            number = f"{least} columns or more" if most > 2 else f"{least} to {most} columns"
+            name = type(self.loss).__name__
+            raise ValueError(f"{name} expected {number} ({', '.join(kinds)}), got {len(reps)}")
         texts = [_texts(torch.cat(x), one) for x, one in zip(reps, self._columns, strict=True)]
-        total: Tensor = self._compute(self, texts, labels)
+        total: Tensor = compute(self, texts, labels)
         if with_backward:
             leaves = [part for column in reps for part in column]
             parameters = [*self.loss.parameters(), self.prototype]
@@ -173,11 +170,10 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
 
 
 def keep_texts(trainer: Any) -> Any:
-    """Let a trainer of sentence-transformers hand on the texts themselves; return the trainer.
+    """Let a trainer of sentence-transformers hand on the texts to its losses; return the trainer.
 
-    A bi-encoder as ``teacher`` reads them: the student's tokens are not its own, and leave out what
-    the student cuts or does not know. All losses of the trainer must be
-    ``SentenceTransformersLoss``, as others would hand the texts to the model.
+    A bi-encoder as ``teacher`` reads them: the student's tokens leave out what the student cuts or
+    does not know. Losses of sentence-transformers would hand the texts to the model: use none.
 
     Examples:
         ``keep_texts(SparseEncoderTrainer(model, loss=loss, train_dataset=data)).train()``
@@ -208,13 +204,16 @@ def _has_tokens(column: Mapping[str, Any], special_token_ids: Tensor) -> Tensor:
     return own.any(1)
 
 
+def _rows(texts: Sequence[sl.Texts]) -> Tensor | None:
+    return torch.cat([x.activations for x in texts]) if texts else None
+
+
 def _of_batch(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Tensor | None) -> Any:
     """Compute the objective of a batch."""
-    (anchor, positive, *others), loss, gather = texts, own.loss, own._objective.gather
-    size, count, fields = len(anchor.activations), 1 + len(others), dict[str, Any]()
+    (anchor, positive, *others), kind, gather = texts, own._kind, own._objective.gather
+    size, count, fields = len(anchor.activations), 1 + len(texts[2:]), dict[str, Any]()
     # An anchor has the negatives of all rows, or its own.
-    is_info_nce = isinstance(loss, sl.InfoNCELoss)
-    shares = loss.in_batch if is_info_nce else count == 2
+    shares = own.loss.in_batch if kind is sl.InfoNCELoss else count == 2
     if others:
         negative = reduce(sl.Texts.join, others)
         if not shares:
@@ -223,33 +222,27 @@ def _of_batch(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Tens
         fields["negative"] = negative
     keeps: list[Tensor] = []
     if others and all(x.input_ids is not None for x in others):
-        columns = own._columns[2:]
-        there = torch.stack([_has_tokens(x, own.special_token_ids) for x in columns], 1)
+        there = [_has_tokens(x, own.special_token_ids) for x in own._columns[2:]]
+        keep = torch.stack(there, 1)
         # Ranks do not know of each other whether they need a mask.
-        if num_ranks() > 1 or not values_can_be_checked(there) or not there.all():
-            keeps.append(there if not shares else gather_rows(there.T.flatten(), gather)[None])
+        if num_ranks() > 1 or not values_can_be_checked(keep) or not keep.all():
+            keeps.append(gather_rows(keep.T.flatten(), gather)[None] if shares else keep)
     if own.labels_are_ids:
         if labels is None or labels.shape not in ((size,), (size, count)):
             raise _unfit(own, f"[{size}] or [{size}, {count}], ids of documents", labels)
         mine, ids = labels.reshape(size, -1).tensor_split([1], 1)
         fields["positive_ids"] = mine[:, 0]
         if ids.shape[1]:
-            keeps.append(mine != (ids if not shares else gather_rows(ids.T.flatten(), gather)))
-    elif own.teacher is None and (
-        own._kind in SCORED or loss is own._objective and labels is not None
-    ):
-        if (
-            own._kind is sl.MarginMSELoss
-            and labels is not None
-            and labels.numel() == size * len(others)
-        ):
+            keeps.append(mine != (gather_rows(ids.T.flatten(), gather) if shares else ids))
+    elif own.teacher is None and (labels is not None or kind in DISTIL) and kind not in UNLABELLED:
+        if kind is sl.MarginMSELoss and labels is not None and labels.numel() == size * len(others):
             labels = nn.functional.pad(-labels.reshape(size, -1), (1, 0))  # scores of the margins
         if labels is None or labels.shape != (size, count):
             raise _unfit(own, f"[{size}, {count}], the teacher's scores", labels)
         fields |= {"teacher_scores": labels, "teacher_candidates": "own"}
     if keeps:
         keys = size * (num_ranks() if gather else 1)
-        keys = 1 if is_info_nce and not shares else keys
+        keys = 1 if kind is sl.InfoNCELoss and not shares else keys
         mask = reduce(torch.logical_and, keeps).expand(size, -1)
         fields["candidate_mask"] = nn.functional.pad(mask, (keys, 0), value=True)
     batch = sl.SpladeBatch(anchor, positive, **fields)
@@ -258,13 +251,17 @@ def _of_batch(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Tens
     return own._objective(batch).total
 
 
+def _unfit(own: SentenceTransformersLoss, expected: str, labels: Tensor | None) -> ValueError:
+    received = None if labels is None else list(labels.shape)
+    return ValueError(f"{type(own.loss).__name__} expected labels {expected}, got {received}")
+
+
 def _taught(own: SentenceTransformersLoss, batch: sl.SpladeBatch) -> dict[str, Any]:
-    """Return the teacher's scores of a batch."""
     sides = [texts._asdict() for texts in batch[:3] if texts is not None]
     strings = [column.get("texts") for column in own._columns]
     if None not in strings:
-        others = [text for row in zip(*strings[2:], strict=True) for text in row]  # row by row
-        for side, texts in zip(sides, [*strings[:2], others], strict=False):
+        strings[2:] = [[text for row in zip(*strings[2:], strict=True) for text in row]]
+        for side, texts in zip(sides, strings, strict=False):
             side["texts"] = texts
     scores = {"teacher_scores": score_candidates(own.teacher, *sides)}
     if own.score_anchors:
@@ -272,59 +269,11 @@ def _taught(own: SentenceTransformersLoss, batch: sl.SpladeBatch) -> dict[str, A
     return {"teacher_candidates": "batch", **scores}
 
 
-def _unfit(own: SentenceTransformersLoss, expected: str, labels: Tensor | None) -> ValueError:
-    received = None if labels is None else list(labels.shape)
-    return ValueError(f"{type(own.loss).__name__} expected labels {expected}, got {received}")
+def _nws(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Any) -> Any:
+    keys = {"key": _rows(texts[1:]), "key_labels": labels} if len(texts) > 1 else {}
+    return own.loss(_rows(texts[:1]), labels, own.prototype, **keys)
 
 
-def _pairs(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Tensor | None) -> Any:
-    if len(texts) > 2 or labels is None:
-        raise _unfit(own, f"[B] and two columns, got {len(texts)} columns", labels)
-    return own.loss(texts[0].activations, texts[1].activations, labels)
-
-
-def _nws(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Tensor | None) -> Any:
-    if len(texts) > 2 or labels is None:
-        raise _unfit(own, f"[B, L] and one column or two, got {len(texts)} columns", labels)
-    keys = {"key": texts[1].activations, "key_labels": labels} if len(texts) > 1 else {}
-    return own.loss(texts[0].activations, labels, own.prototype, **keys)
-
-
-def _n_pair(own: SentenceTransformersLoss, texts: list[sl.Texts], _: Any) -> Any:
-    anchor, positive, *negatives = [x.activations for x in texts]
-    return own.loss(anchor, positive, torch.cat(negatives) if negatives else None)
-
-
-def _rows(own: SentenceTransformersLoss, texts: list[sl.Texts], _: Any) -> Any:
-    return own.loss(torch.cat([x.activations for x in texts]))
-
-
-def _own_tokens(own: SentenceTransformersLoss, texts: list[sl.Texts], _: Any) -> Any:
-    return own.loss(*reduce(sl.Texts.join, texts)[:3])
-
-
-def _its_tokens(own: SentenceTransformersLoss, texts: list[sl.Texts], _: Any) -> Any:
-    return own.loss(texts[0].activations, *texts[1][1:3])
-
-
-# By the class of the loss: its least number of columns, what computes it, the options it uses.
-LOSSES: dict[type, tuple[Any, ...]] = {
-    sl.SpladeObjective: (2, _of_batch, "labels_are_ids", "teacher", "score_anchors"),
-    sl.InfoNCELoss: (2, _of_batch, "labels_are_ids"),
-    sl.TripletMarginLoss: (3, _of_batch, "labels_are_ids"),
-    sl.DistillationLoss: (3, _of_batch),
-    sl.MarginMSELoss: (3, _of_batch),
-    sl.RankNetLoss: (3, _of_batch),
-    sl.NPairLoss: (2, _n_pair),
-    sl.PairwiseContrastiveLoss: (2, _pairs),
-    sl.NWSLoss: (1, _nws, "prototype"),
-    sl.FlopsLoss: (1, _rows),
-    sl.IdfFlopsLoss: (1, _rows),
-    sl.MinActivationLoss: (1, _rows),
-    sl.LanguagePenaltyLoss: (1, _rows),
-    sl.SelfReconstructionLoss: (1, _own_tokens),
-    sl.PositiveActivationLoss: (2, _its_tokens),
-}
 # The losses that are computed as the only term of an objective.
 TERMS: dict[type, Callable[[Any], Any]] = {
     sl.InfoNCELoss: terms.info_nce,
@@ -333,4 +282,20 @@ TERMS: dict[type, Callable[[Any], Any]] = {
     sl.MarginMSELoss: partial(terms.margin_mse, similarity="dot"),
     sl.RankNetLoss: partial(terms.ranknet, similarity="dot"),
 }
-SCORED = (sl.DistillationLoss, sl.MarginMSELoss, sl.RankNetLoss)
+UNLABELLED, DISTIL, MANY = [*TERMS][:2], [*TERMS][2:], 1 << 30
+# By class the least and the largest number of columns, what computes the loss, its options.
+LOSSES: dict[type, tuple[Any, ...]] = {
+    sl.SpladeObjective: ((2, MANY), _of_batch, "labels_are_ids", "teacher", "score_anchors"),
+    sl.InfoNCELoss: ((2, MANY), _of_batch, "labels_are_ids"),
+    sl.TripletMarginLoss: ((3, MANY), _of_batch, "labels_are_ids"),
+    **dict.fromkeys(DISTIL, ((3, MANY), _of_batch)),
+    sl.NPairLoss: ((2, MANY), lambda x, t, y: x.loss(_rows(t[:1]), _rows(t[1:2]), _rows(t[2:]))),
+    sl.PairwiseContrastiveLoss: ((2, 2), lambda x, t, y: x.loss(_rows(t[:1]), _rows(t[1:]), y)),
+    sl.NWSLoss: ((1, 2), _nws, "prototype"),
+    sl.SelfReconstructionLoss: ((1, MANY), lambda x, t, y: x.loss(*reduce(sl.Texts.join, t)[:3])),
+    sl.PositiveActivationLoss: ((2, MANY), lambda x, t, y: x.loss(_rows(t[:1]), *t[1][1:3])),
+    **dict.fromkeys(
+        (sl.FlopsLoss, sl.IdfFlopsLoss, sl.MinActivationLoss, sl.LanguagePenaltyLoss),
+        ((1, MANY), lambda x, t, y: x.loss(_rows(t))),
+    ),
+}

@@ -168,7 +168,7 @@ def test_empty_texts_are_seen_beside_a_prompt(prompt, side, sparse):
 
 def on_ranks(rank, world=2):
     """Values and gradients of losses with ``gather``, of this rank's rows."""
-    vectors, columns, labels = batch_of_rows()
+    vectors, columns, _ = batch_of_rows()
     mine, results = slice(rank * B // world, (rank + 1) * B // world), []
     several = {"info_nce": terms.info_nce(INFO_NCE), "triplet": terms.triplet_margin()}
     several = SpladeObjective({name: (1.0, x) for name, x in several.items()}, gather=True)

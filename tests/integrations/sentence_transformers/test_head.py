@@ -280,9 +280,9 @@ def test_lora_adapters_train_as_they_are(sparse):
     config = peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights=False)
     reference.add_adapter(config)
     reference.double()
-    model = use_splade_head(copy.deepcopy(reference))
+    model, weight = use_splade_head(copy.deepcopy(reference)), torch.rand(len(TEXTS), VOCABULARY)
     (found, gradients), (expected, their_gradients) = (
-        vectors_and_gradients(x, torch.rand(1)) for x in (model, reference)
+        vectors_and_gradients(x, weight) for x in (model, reference)
     )
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients, their_gradients)
