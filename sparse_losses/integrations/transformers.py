@@ -28,8 +28,8 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
     It works in the ``Trainer`` of transformers and in the trainers of sentence-transformers.
 
     - **Steps** are the optimiser's, without those that a ``GradScaler`` skips.
-    - **Checkpoints** have the states of the schedules and the learned parameters of ``loss``, which
-      ``resume_from_checkpoint`` restores on every process.
+    - **Checkpoints** have the states of the schedules and the learned parameters of ``loss``;
+      ``resume_from_checkpoint`` restores them.
     - **Several processes.** Make the encoder the trainer's model, and call that in
       ``compute_loss``: DDP sees no other calls. The learned parameters of ``loss`` start alike on
       all processes, and their gradients are averaged.
@@ -41,21 +41,17 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
       dimensions of the last fifth are printed. The checkpoints are not calibrated.
 
     Args:
-        *schedules: objects with ``attach(optimizer)``, ``state_dict`` and ``load_state_dict``, such
-            as a ``TrainingSchedule``, or a function of the trainer's number of steps that returns
-            a list of them.
+        *schedules: each a ``TrainingSchedule``, or another object with ``attach(optimizer)``,
+            ``state_dict`` and ``load_state_dict``, or a function of the trainer's number of steps
+            that returns a list of them.
         loss: the loss module, or a dict of them, whose parameters (a temperature, prototypes) are
             learned and not part of the trainer's model; they must be in its optimiser.
         diagnostics: by side, ``"query"`` or ``"document"``, of the training since the last log.
-        calibrate_on: documents like those that will be indexed, at least five.
+        calibrate_on: documents like those that will be indexed.
         calibrate_to: active dimensions per document after calibration.
-        queries: queries like those that will be asked, at least five.
+        queries: queries like those that will be asked.
         query_target: active dimensions per query.
         encoder: the encoder to calibrate; default: the trainer's model.
-
-    Raises:
-        ValueError: when training starts: for a second ``TrainingState``, learned parameters that
-            are not in the optimiser, a checkpoint without the states.
 
     Examples:
         >>> from sparse_losses import SpladeObjective, TrainingSchedule, Warmup
@@ -86,8 +82,8 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             raise ValueError("expected `calibrate_on` with `calibrate_to`, got one of them")
         named = loss if isinstance(loss, Mapping) else {"loss": loss or nn.Module()}
         self.losses, self.diagnostics = dict(named), dict(diagnostics or {})
-        self.calibrate_on, self.calibrate_to = calibrate_on, calibrate_to
-        self.queries, self.query_target, self.encoder = queries, query_target, encoder
+        self.calibrate_on, self.calibrate_to, self.encoder = calibrate_on, calibrate_to, encoder
+        self.queries, self.query_target = queries, query_target
         self._given, self.schedules = schedules, [x for x in schedules if hasattr(x, "attach")]
         self._learned: dict[str, nn.Parameter] = {}
         self._handles: list[Any] = []
@@ -106,23 +102,19 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         saved = state.stateful_callbacks.get(type(self).__name__, {})
         try:
             tensors = load(base64.b64decode(saved["learned"]))
-            if tensors.keys() != self._learned.keys() or any(
-                x.shape != self._learned[name].shape for name, x in tensors.items()
-            ):
-                raise ValueError(f"of {sorted(tensors)}")
+            with torch.no_grad():
+                for name, old in {**dict.fromkeys(tensors), **self._learned}.items():
+                    old.copy_(tensors[name].reshape(old.shape))
             states = zip(self.schedules, saved["schedules"], strict=True)
             for one, its_state in states if schedules else ():
                 one.load_state_dict(its_state)
         except Exception as error:  # damaged tensors fail in many ways
             raise ValueError(
                 f"expected the state of {len(self.schedules)} schedules and of the parameters "
-                f"{sorted(self._learned)} in checkpoint-{state.global_step}, got another "
-                f"({error!r}): resume with the TrainingState of the saved run and without "
+                f"{sorted(self._learned)} in checkpoint-{state.global_step}, got another: resume "
+                "with the TrainingState of the saved run and without "
                 "`restore_callback_states_from_checkpoint`, which replaces it"
             ) from error
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                self._learned[name].copy_(tensor)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **objects: Any) -> None:
         """Restore the state if training resumes, and attach the schedules."""
