@@ -34,7 +34,8 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
       ``compute_loss``: DDP sees no other calls. The learned parameters of ``loss`` start alike on
       all processes, and their gradients are averaged.
     - **Accumulation.** Of a batch with ``labels`` a ``Trainer`` takes your loss for a sum, and does
-      not divide it: set its ``model_accepts_loss_kwargs = False``, as the example does.
+      not divide it, unless its model is a ``SpladeEncoder``: for other models, set the trainer's
+      ``model_accepts_loss_kwargs = False``.
     - **The log** has the terms of every ``SpladeObjective``, without weights, and the diagnostics.
     - **The end.** ``calibrate(encoder, calibrate_on, calibrate_to, queries=queries,
       query_target=query_target)`` runs on four fifths of the texts; its result and the active

@@ -91,14 +91,23 @@ class Labelled(setting.InOrder):
         return super().compute_loss(model, texts, *args, **options)
 
 
+class ByTheEncoder(Labelled):
+    """A Trainer that does not say how its loss is to be divided: its model does."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.model_accepts_loss_kwargs = self.model.accepts_loss_kwargs
+
+
 @works_with("Hugging Face Trainer", "accumulation")
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 3)])  # the last step has one batch of three
-def test_labels_in_a_batch_change_no_gradient(sizes, tmp_path):
+@pytest.mark.parametrize("kind", [Labelled, ByTheEncoder])
+def test_labels_in_a_batch_change_no_gradient(kind, sizes, tmp_path):
     def collate(rows):
         return setting.collate(rows) | {"labels": torch.rand(len(rows), 2)}
 
     batch_size, accumulation = sizes
-    options = {"kind": Labelled, "collate": collate, "epochs": 1}
+    options = {"kind": kind, "collate": collate, "epochs": 1}
     sizes = {"batch_size": batch_size, "accumulation": accumulation}
     run = by_hugging_face(tmp_path, setting.row_by_row(), **sizes, **options)
     compare(run, setting.row_by_row(), batch_size=batch_size * accumulation, epochs=1)

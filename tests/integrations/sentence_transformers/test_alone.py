@@ -5,9 +5,11 @@ Where a formula of ours is one of theirs, tests/porting holds them to each other
 
 import pytest
 import torch
+from sentence_transformers.sparse_encoder.losses import CachedSpladeLoss, SpladeLoss
 
 from sparse_losses import (
     DistillationLoss,
+    FlopsLoss,
     MarginMSELoss,
     SpladeObjective,
     Texts,
@@ -16,17 +18,20 @@ from sparse_losses.integrations.sentence_transformers import SentenceTransformer
 from sparse_losses.objective import terms
 from tests.integrations.sentence_transformers.runs import (
     ALONE,
+    COLUMNS,
     NAME,
     ROWS,
     SCORES,
     VOCABULARY,
+    WARM,
     adapter,
     assert_moved,
     assert_same_weights,
     dataset,
     logged,
-    mse_of_margins,
+    of_margins,
     plain_loop,
+    splade,
     train,
 )
 
@@ -50,7 +55,7 @@ def test_alone_trains_as_a_plain_loop_does(kind, name, request, tmp_path):
 def test_labels_may_be_margins_where_only_margins_matter(sparse):
     vectors = [torch.rand(ROWS, VOCABULARY) for _ in range(4)]
     margins = SCORES[:, :1] - SCORES[:, 1:]
-    expected = mse_of_margins([Texts(x) for x in vectors], SCORES)
+    expected = of_margins([Texts(x) for x in vectors], SCORES)
     wrapped = SentenceTransformersLoss(sparse(), MarginMSELoss())
     for labels in (SCORES, margins):
         value = wrapped.compute_loss_from_embeddings(vectors, labels)
@@ -66,3 +71,22 @@ def test_labels_may_be_margins_where_only_margins_matter(sparse):
         wrapped.compute_loss_from_embeddings(vectors, SCORES)
         with pytest.raises(ValueError, match=r"expected labels \[9, 3\], .* got \[9, 2\]"):
             wrapped.compute_loss_from_embeddings(vectors, margins)
+
+
+@pytest.mark.works_with(NAME, "cached")
+@pytest.mark.parametrize("kind", [SpladeLoss, CachedSpladeLoss])
+def test_within_splade_loss_as_loss_and_as_regulariser(kind, sparse):
+    model, reference = sparse(), sparse()
+    cached = {} if kind is SpladeLoss else {"mini_batch_size": 2}
+    loss = splade(model, adapter(model, WARM), FlopsLoss(), kind=kind, **cached)
+    features = [model.preprocess(COLUMNS[name][:4]) for name in ("anchor", "positive")]
+    values = loss([dict(x) for x in features])
+    sum(values.values()).backward()
+    vectors = [reference(x)["sentence_embedding"] for x in features]
+    flops = [FlopsLoss()(x) for x in vectors]
+    expected = [WARM(*vectors), 0.02 * flops[1], 0.05 * flops[0]]
+    names = ("base_loss", "document_regularizer_loss", "query_regularizer_loss")
+    torch.testing.assert_close([values[name] for name in names], expected)
+    sum(expected).backward()
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
