@@ -118,7 +118,7 @@ class SpladeEncoder(nn.Module):
         ``expansion=False`` and the idf weights: the notes of a Korean neural sparse retriever.
     """
 
-    # Read by a Trainer of transformers, which else takes the loss of a batch with `labels` for a sum.
+    # For a Trainer of transformers, which else takes the loss of a batch with `labels` for a sum.
     accepts_loss_kwargs = False
     idf_weights: Tensor | None
     _special_ids: Tensor
