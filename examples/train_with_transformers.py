@@ -33,8 +33,8 @@ class ObjectiveTrainer(Trainer):
         super().__init__(*args, **options)
         self.objective = objective.to(self.args.device)
         self.label_names, self.can_return_loss = [], True  # an evaluation needs no labels
-        # The loss is a mean. Of a model other than SpladeEncoder the Trainer takes it for a sum if a
-        # batch has `labels`, and then does not divide it by the number of accumulated batches.
+        # The loss is a mean. Of other models a Trainer takes it for a sum if a batch has `labels`,
+        # and then does not divide it by the number of accumulated batches.
         self.model_accepts_loss_kwargs = False
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

@@ -103,9 +103,11 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         saved = state.stateful_callbacks.get(type(self).__name__, {})
         try:
             tensors = load(base64.b64decode(saved["learned"]))
+            if tensors.keys() != self._learned.keys():
+                raise KeyError(f"parameters {sorted(tensors)}")
             with torch.no_grad():
-                for name, old in {**dict.fromkeys(tensors), **self._learned}.items():
-                    old.copy_(tensors[name].reshape(old.shape))
+                for name, parameter in self._learned.items():
+                    parameter.copy_(tensors[name].reshape(parameter.shape))
             states = zip(self.schedules, saved["schedules"], strict=True)
             for one, its_state in states if schedules else ():
                 one.load_state_dict(its_state)
@@ -152,7 +154,8 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._terms = {True: {}, False: {}}
         self._handles = [one.attach(optimizer) for one in self.schedules]
         for objective in self._objectives():
-            self._handles.append(objective.register_forward_hook(self._observe))
+            hook = objective.register_forward_hook(self._observe, with_kwargs=True)
+            self._handles.append(hook)
 
     def _objectives(self) -> list[sl.SpladeObjective]:
         modules = [module for loss in self.losses.values() for module in loss.modules()]
@@ -197,8 +200,8 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         for parameter in self._learned.values():
             parameter.grad = None
 
-    def _observe(self, _: nn.Module, args: Any, output: sl.ObjectiveOutput) -> None:
-        (batch,) = args
+    def _observe(self, _: nn.Module, args: Any, kwargs: Any, output: sl.ObjectiveOutput) -> None:
+        batch = args[0] if args else kwargs["batch"]
         # As the trainer's own loss: a mean over batches in training, over rows in an evaluation.
         is_training = torch.is_grad_enabled()
         share, sums = 1 if is_training else len(batch.anchor.activations), self._terms[is_training]
