@@ -127,7 +127,6 @@ def score_candidates(
 
 
 def _scores(teacher: Teacher, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
-    expected = [len(query["input_ids"]), len(document["input_ids"])]
     is_bi_encoder = hasattr(teacher, "encode_query")
     output = _similarities(teacher, query, document) if is_bi_encoder else teacher(query, document)
     try:
@@ -135,6 +134,7 @@ def _scores(teacher: Teacher, query: Mapping[str, Any], document: Mapping[str, A
     except (TypeError, ValueError, RuntimeError):  # PyTorch's errors do not name the teacher
         kind = type(output).__name__
         raise TypeError(f"expected the teacher to return a tensor of scores, got {kind}") from None
+    expected = [len(query["input_ids"]), len(document["input_ids"])]
     if (shape := list(scores.shape)) != expected:
         raise ValueError(f"expected the teacher's scores as {expected}, got {shape}")
     return scores

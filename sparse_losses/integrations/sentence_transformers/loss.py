@@ -234,7 +234,9 @@ def _of_batch(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Tens
         fields["positive_ids"] = mine[:, 0]
         if ids.shape[1]:
             keeps.append(mine != (gather_rows(ids.T.flatten(), gather) if shares else ids))
-    elif own.teacher is None and (labels is not None or kind in DISTIL) and kind not in UNLABELLED:
+    elif kind in DISTILLED or (
+        own.teacher is None and kind is sl.SpladeObjective and labels is not None
+    ):
         if kind is sl.MarginMSELoss and labels is not None and labels.numel() == size * len(others):
             labels = nn.functional.pad(-labels.reshape(size, -1), (1, 0))  # scores of the margins
         if labels is None or labels.shape != (size, count):
@@ -282,13 +284,13 @@ TERMS: dict[type, Callable[[Any], Any]] = {
     sl.MarginMSELoss: partial(terms.margin_mse, similarity="dot"),
     sl.RankNetLoss: partial(terms.ranknet, similarity="dot"),
 }
-UNLABELLED, DISTIL, MANY = [*TERMS][:2], [*TERMS][2:], 1 << 30
+DISTILLED, MANY = (sl.DistillationLoss, sl.MarginMSELoss, sl.RankNetLoss), 1 << 30
 # By class the least and the largest number of columns, what computes the loss, its options.
 LOSSES: dict[type, tuple[Any, ...]] = {
     sl.SpladeObjective: ((2, MANY), _of_batch, "labels_are_ids", "teacher", "score_anchors"),
     sl.InfoNCELoss: ((2, MANY), _of_batch, "labels_are_ids"),
     sl.TripletMarginLoss: ((3, MANY), _of_batch, "labels_are_ids"),
-    **dict.fromkeys(DISTIL, ((3, MANY), _of_batch)),
+    **dict.fromkeys(DISTILLED, ((3, MANY), _of_batch)),
     sl.NPairLoss: ((2, MANY), lambda x, t, y: x.loss(_rows(t[:1]), _rows(t[1:2]), _rows(t[2:]))),
     sl.PairwiseContrastiveLoss: ((2, 2), lambda x, t, y: x.loss(_rows(t[:1]), _rows(t[1:]), y)),
     sl.NWSLoss: ((1, 2), _nws, "prototype"),

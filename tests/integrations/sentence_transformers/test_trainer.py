@@ -154,6 +154,9 @@ def test_a_bi_encoder_teaches_an_own_loop_and_says_that_it_needs_texts(dense, sp
     ours = adapter(student, taught_objective(), teacher=teacher)
     with pytest.raises(ValueError, match=r"got token ids alone .*keep_texts\(trainer\)"):
         ours([student.preprocess(x) for x in texts])
+    ours = adapter(student, taught_objective(), teacher=bm25(student)[0])
+    with pytest.raises(TypeError, match="expected `query` as a dict of the tensors input_ids"):
+        ours.compute_loss_from_embeddings(random_columns(2))
 
 
 @pytest.mark.works_with(NAME, "cached", "accumulation")
