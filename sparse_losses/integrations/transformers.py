@@ -158,8 +158,8 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._handles.append(hook)
 
     def _objectives(self) -> list[sl.SpladeObjective]:
-        modules = [module for loss in self.losses.values() for module in loss.modules()]
-        modules += [getattr(one, "objective", None) for one in self.schedules]
+        modules: list[Any] = [getattr(one, "objective", None) for one in self.schedules]
+        modules += [module for loss in self.losses.values() for module in loss.modules()]
         return list(dict.fromkeys(x for x in modules if isinstance(x, sl.SpladeObjective)))
 
     def _detach(self) -> None:
@@ -176,7 +176,7 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             return
         sides = {"document": list(self.calibrate_on), "query": list(self.queries or ())}
         given = [[x for i, x in enumerate(texts) if i % 5 != 4] for texts in sides.values()]
-        options = {"queries": given[1] or None, "query_target": self.query_target}
+        options: dict[str, Any] = {"queries": given[1] or None, "query_target": self.query_target}
         result = sl.calibrate(self._encoder, given[0], self.calibrate_to, **options, verbose=False)
         counts = []
         for side, texts in sides.items():

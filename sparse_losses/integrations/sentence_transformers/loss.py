@@ -60,6 +60,9 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
 
     special_token_ids: Tensor
     prototype: Tensor | None
+    teacher: Any
+    _objective: Any
+    _autocast: Any
 
     def __init__(
         self,
@@ -77,7 +80,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         if mini_batch_size is not None:
             check_integer("mini_batch_size", mini_batch_size, minimum=1)
         name = type(loss).__name__
-        self._kind = next((kind for kind in type(loss).__mro__ if kind in LOSSES), None)
+        self._kind: Any = next((kind for kind in type(loss).__mro__ if kind in LOSSES), None)
         if self._kind is None:
             raise TypeError(f"expected a loss of sparse_losses or a SpladeObjective, got {name}")
         if getattr(loss, "reduction", "mean") == "none":
@@ -96,7 +99,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
             gather = getattr(loss, "gather", False)
             objective = sl.SpladeObjective({name: (1.0, TERMS[self._kind](loss))}, gather=gather)
         # Not as submodules: a trainer would optimise the teacher, and see the loss twice.
-        vars(self).update(teacher=teacher, _objective=objective)
+        self.__dict__.update(teacher=teacher, _objective=objective)
         tokenizer = getattr(model, "tokenizer", None)
         special = {*getattr(tokenizer, "all_special_ids", ())}
         special -= {getattr(tokenizer, "unk_token_id", None)}  # an unknown word is a word
