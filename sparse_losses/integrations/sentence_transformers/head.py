@@ -102,7 +102,8 @@ def _pairs(sparse_encoder: Any) -> list[tuple[Any, Any]]:
 @torch.no_grad()
 def _scale(model: Any, head: SpladeHead, factor: float) -> None:
     """Multiply the logits by a factor, in the last normalisation and the bias."""
-    layers, weight = head.transform or nn.Identity(), head.weight
+    layers: Any = head.transform or nn.Identity()
+    weight = head.weight
     norms = [x for x in layers.modules() if getattr(getattr(x, "weight", None), "ndim", 0) == 1]
     scaled = [y for x in norms[-1:] for y in (x.weight, getattr(x, "bias", None)) if y is not None]
     hidden = torch.linspace(-1, 1, 2 * weight.shape[1]).to(weight).reshape(2, 1, -1)

@@ -122,7 +122,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         # Without a cache of weights: those of the first pass have no graph.
         self._autocast = partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
         self._learned: list[tuple[Tensor, Tensor | None]] = []
-        total: Tensor = self.forward_cached(inputs, labels)
+        total: Tensor = super().forward_cached(inputs, labels)
         # The loss's own parameters get their gradient in the trainer's backward pass, so that it is
         # divided and scaled like the model's.
         for parameter, gradient in self._learned:
