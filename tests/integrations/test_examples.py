@@ -22,6 +22,7 @@ def test_every_training_script_is_tested():
 
 # Lightning advises more workers and a logging interval that a tiny data set does not have.
 @pytest.mark.filterwarnings("ignore:.*(num_workers|logging interval).*")
+@pytest.mark.filterwarnings("ignore:sentence-transformers does not apply document_thr:UserWarning")
 @pytest.mark.parametrize("name", ALONE)
 def test_example_trains_and_resumes(name, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
