@@ -251,8 +251,11 @@ class Preset:
         for term, share in self.warmup.items():
             check_integer("steps", steps, minimum=1)
             warmups[term] = Warmup(max(1, round(share * (steps or 0))), "quadratic")
-        options: Any = {"warmups": warmups, "steps_per_epoch": steps_per_epoch}
-        return [TrainingSchedule(objective, self.curriculum, **options)]
+        curriculum = self.curriculum
+        if curriculum is not None:
+            check_integer("steps_per_epoch", steps_per_epoch, minimum=1)
+            curriculum = Curriculum(curriculum.phases, steps_per_epoch or 1)
+        return [TrainingSchedule(objective, curriculum, warmups=warmups)]
 
 
 def _side_of(term: str) -> list[str]:
@@ -327,9 +330,9 @@ V26 = Preset(
     threshold=0.5,
     curriculum=Curriculum(
         [
-            Phase(1, 8, temperature=0.08, weights={"info_nce": 2.5, "distillation": 2.5}),
-            Phase(9, 17, temperature=0.05, weights={"info_nce": 3.0, "distillation": 1.5}),
-            Phase(18, 25, temperature=0.04, weights={"info_nce": 3.0, "distillation": 0.8}),
+            Phase(8, temperature=0.08, weights={"info_nce": 2.5, "distillation": 2.5}),
+            Phase(17, temperature=0.05, weights={"info_nce": 3.0, "distillation": 1.5}),
+            Phase(25, temperature=0.04, weights={"info_nce": 3.0, "distillation": 0.8}),
         ]
     ),
     ours=_OURS,

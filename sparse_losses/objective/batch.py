@@ -34,22 +34,21 @@ class Texts(NamedTuple):
 
     def flatten(self) -> "Texts":
         """Return the texts with one row per text."""
-        # Not by `_replace`, which PyTorch 2.6 cannot compile.
-        return Texts(*(None if x is None else x.flatten(0, -2) for x in self))  # type: ignore[arg-type]
+        fields: Any = [None if x is None else x.flatten(0, -2) for x in self]
+        return Texts(*fields)  # not by `_replace`, which PyTorch 2.6 cannot compile
 
     def join(self, other: "Texts") -> "Texts":
         """Return these texts, then the others; shorter ids and masks are padded with zeros."""
         fields: list[Any] = []
         for name, one, two in zip(Texts._fields, self, other, strict=True):
             if (one is None) != (two is None):
-                raise ValueError(f"expected `{name}` of positives and negatives, or of neither")
-            if one is None or two is None:
-                fields.append(None)
-                continue
-            if name in ("input_ids", "attention_mask") and one.shape[-1] != two.shape[-1]:
-                longest = max(one.shape[-1], two.shape[-1])
-                one, two = (nnf.pad(x, (0, longest - x.shape[-1])) for x in (one, two))
-            fields.append(torch.cat([one, two]))
+                raise ValueError(f"expected `{name}` of both texts that are joined, or of neither")
+            if one is not None and two is not None:
+                if name in ("input_ids", "attention_mask") and one.shape[-1] != two.shape[-1]:
+                    longest = max(one.shape[-1], two.shape[-1])
+                    one, two = (nnf.pad(x, (0, longest - x.shape[-1])) for x in (one, two))
+                one = torch.cat([one, two])
+            fields.append(one)
         return Texts(*fields)
 
 
@@ -86,32 +85,28 @@ class SpladeBatch(NamedTuple):
 
     def texts(self, side: str) -> Texts:
         """Return the anchors for ``"query"``, positives and then negatives for ``"document"``."""
-        check_choice("side", side, ("query", "document"))
         negative, memory = self.negative, {} if self.memory is None else self.memory
         if side == "query" or negative is None:
             return self.anchor if side == "query" else self.positive
-        if side not in memory:  # a copy
+        if "documents" not in memory:  # a copy
             flat = negative.flatten() if negative.activations.ndim == 3 else negative
-            memory[side] = self.positive.join(flat)
-        return memory[side]  # type: ignore[no-any-return]
+            memory["documents"] = self.positive.join(flat)
+        return memory["documents"]  # type: ignore[no-any-return]
 
     def scores(self, similarity: Similarity = "cosine", *, gather: bool = False) -> Tensor:
         """Return each anchor's scores with all positives, then the negatives: ``[B, B + N]``.
 
         With ``gather`` these are of all ranks. The terms of one call compute them once.
         """
-        memory = {} if self.memory is None else self.memory
-        key = f"{similarity} gather={gather}"
+        key, memory = f"{similarity} {gather}", {} if self.memory is None else self.memory
         if key not in memory:
-            documents = (texts.activations for texts in self[1:3] if texts is not None)
-            memory[key] = score(
-                self.anchor.activations, *documents, similarity=similarity, gather=gather
-            )
+            x, *documents = (texts.activations for texts in self[:3] if texts is not None)
+            memory[key] = score(x, *documents, similarity=similarity, gather=gather)
         return memory[key]  # type: ignore[no-any-return]
 
     def has_scores(self, similarity: Similarity) -> bool:
         """Whether a term of this call has computed the scores."""
-        return f"{similarity} gather=False" in (self.memory or {})
+        return f"{similarity} {False}" in (self.memory or {})
 
     @classmethod
     def from_columns(
@@ -136,24 +131,22 @@ class SpladeBatch(NamedTuple):
             **options: arguments of the encoder, such as ``return_logits=True``.
         """
         fields = {name: column for name, column in columns.items() if column is not None}
-        sides = [side for side in ("anchor", "positive", "negative") if side in fields]
-        tokens = [_tokens(encoder, side, fields[side]) for side in sides]
+        tokens = {s: _tokens(encoder, s, fields[s]) for s in cls._fields[:3] if s in fields}
         if teacher is not None:
-            fields["teacher_scores"] = score_candidates(teacher, *tokens)
+            if "teacher_scores" in fields:
+                raise ValueError("expected no `teacher` beside `teacher_scores`, got both")
+            fields["teacher_scores"] = score_candidates(teacher, *tokens.values())
             fields["teacher_candidates"] = "batch"
             if score_anchors:
-                fields["teacher_anchor_scores"] = score_candidates(teacher, tokens[0], tokens[0])
-        for side, column in zip(sides, tokens, strict=True):
+                scored = score_candidates(teacher, tokens["anchor"], tokens["anchor"])
+                fields["teacher_anchor_scores"] = scored
+        for side, column in tokens.items():
             ids, mask = column["input_ids"], column["attention_mask"]
             flat = {"input_ids": ids.flatten(0, -2), "attention_mask": mask.flatten(0, -2)}
             output = encoder(**flat, **options)
             vectors = output if isinstance(output, tuple) else (output,)
             activations, *logits = (x.unflatten(0, ids.shape[:-1]) for x in vectors)
             fields[side] = Texts(activations, ids, mask, *logits)
-        device = fields["anchor"].activations.device
-        for name, column in fields.items():
-            if isinstance(column, list):
-                fields[name] = torch.tensor(column, device=device)
         return cls(**fields)
 
 
@@ -161,14 +154,14 @@ def _tokens(encoder: Any, side: str, column: Any) -> Mapping[str, Any]:
     """Return ids, mask and texts of a column of texts; a column of tokens as it is."""
     if isinstance(column, Mapping):
         return column
-    rows = [[row] if isinstance(row, str) else list(row) for row in column]
+    if not hasattr(encoder, "tokenize"):
+        raise TypeError(f"expected `encoder.tokenize` for the texts of {side!r}, got {encoder!r}")
+    rows = [row if isinstance(row, (list, tuple)) else [row] for row in column]
     texts = [text for row in rows for text in row]
-    if {*map(len, rows)} - {len(texts) // max(1, len(rows))} or not all(
-        isinstance(text, str) for text in texts
-    ):
+    if len({*map(len, rows)}) != 1 or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"expected {side!r} to be texts, as many in every row, got {column!r}")
     tokens = {name: encoder.tokenize(texts)[name] for name in ("input_ids", "attention_mask")}
-    if not isinstance(column[0], str):
+    if isinstance(column[0], (list, tuple)):
         tokens = {name: x.unflatten(0, (len(rows), -1)) for name, x in tokens.items()}
     return {**tokens, "texts": texts}
 
@@ -179,15 +172,15 @@ def score(query: Tensor, *keys: Tensor, similarity: Similarity, gather: bool = F
     With ``gather`` the former are those of all ranks.
     """
     check_choice("similarity", similarity, ("cosine", "dot"))
+    check_shapes(query=(query, "B V"))  # which is dense
     dtype = compute_dtype(query=query, **{f"key {i}": key for i, key in enumerate(keys)})
     rows = [x.to(dtype) for x in (query, *(key for key in keys if key is not query))]
     rows = [normalize(x) for x in rows] if similarity == "cosine" else rows
     scores = []
     for key in rows[1:] or rows:
         every = gather_rows(key, gather and key.ndim == 2)
-        scores.append(
-            rows[0] @ every.T if key.ndim == 2 else torch.einsum("bv,bnv->bn", rows[0], every)
-        )
+        one = rows[0] @ every.T if key.ndim == 2 else torch.einsum("bv,bnv->bn", rows[0], every)
+        scores.append(one)
     return scores[0] if len(scores) == 1 else torch.cat(scores, 1)
 
 
@@ -195,23 +188,37 @@ def check_batch(batch: object) -> None:
     """Raise unless an objective received a ``SpladeBatch`` whose tensors belong together."""
     expected = "SpladeBatch(Texts(activations, ...), Texts(activations, ...))"
     if not isinstance(batch, SpladeBatch):
-        raise TypeError(
-            f"expected `batch` to be a SpladeBatch, {expected}, got {type(batch).__name__}"
-        )
+        kind = type(batch).__name__
+        raise TypeError(f"expected `batch` to be a SpladeBatch, {expected}, got {kind}")
     shapes: dict[str, tuple[Tensor | None, str]] = {}
-    for side, texts, rows, length in zip(SpladeBatch._fields, batch, "BBN", "STU", strict=False):
-        if texts is None and side == "negative":
-            continue
-        if not isinstance(texts, Texts):
+    for side, texts, rows, length in zip(batch._fields, batch, "BBN", "STU", strict=False):
+        if side == "negative" and getattr(getattr(texts, "activations", None), "ndim", 0) == 3:
+            rows = "B N"
+        if isinstance(texts, Texts):
+            columns = "V, csr", f"{length}, optional", f"{length}, optional", "V, optional"
+            for name, x, column in zip(Texts._fields, texts, columns, strict=True):
+                shapes[f"{side}.{name}"] = x, f"{rows} {column}"
+        elif texts is not None or side != "negative":
             kind = type(texts).__name__
             raise TypeError(f"expected `batch.{side}` to be Texts, {expected}, got {kind}")
-        if side == "negative" and getattr(texts.activations, "ndim", 0) == 3:
-            rows = "B N"
-        shapes[f"{side}.activations"] = texts.activations, f"{rows} V, csr"
-        shapes[f"{side}.logits"] = texts.logits, f"{rows} V, optional"
-        shapes[f"{side}.input_ids"] = texts.input_ids, f"{rows} {length}, optional"
-        shapes[f"{side}.attention_mask"] = texts.attention_mask, f"{rows} {length}, optional"
-    shapes["positive_ids"] = batch.positive_ids, "B, integer, optional"
-    for name in ("teacher_scores", "teacher_anchor_scores", "candidate_mask"):
-        shapes[name] = getattr(batch, name), f"B {name}, optional"
+    shapes["positive_ids"] = batch.positive_ids, "B, optional"
+    for letter, name in zip(
+        "CAK", ("teacher_scores", "teacher_anchor_scores", "candidate_mask"), strict=True
+    ):
+        shapes[name] = getattr(batch, name), f"B {letter}, optional"
     check_shapes(**shapes)
+    if (ids := batch.positive_ids) is not None and (
+        ids.is_floating_point() or ids.dtype == torch.bool
+    ):
+        raise TypeError(f"expected `positive_ids` to be integers, got {ids.dtype}")
+
+
+def need(part: Any, name: str, whose: str = "batch") -> Any:
+    """Return a field that must be there."""
+    sources = {
+        "teacher_scores": ": BM25Teacher computes them; or leave the term out",
+        "teacher_anchor_scores": ": from_columns(score_anchors=True) computes them",
+    }
+    if (value := getattr(part, name)) is None:
+        raise ValueError(f"expected `{whose}.{name}`, got None{sources.get(name, '')}")
+    return value

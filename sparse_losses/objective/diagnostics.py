@@ -45,10 +45,9 @@ class Report(dict[str, float]):
 
 
 class Diagnostics:
-    r"""Statistics of the activations of one side, accumulated over any number of batches.
+    r"""Statistics of the activations of one side, over any number of batches.
 
-    The state has a fixed size, a few numbers per token, and ``update`` does not wait for the
-    device. The page Diagnostics has the formulas of all numbers that ``report`` returns, such as
+    The page Diagnostics has the formulas of all numbers that ``report`` returns, such as
 
     - ``active_dimensions``: mean number per text, over the texts that have any.
     - ``dead_rows``, ``dense_rows``: shares of texts without active dimensions, and with more than a
@@ -58,18 +57,11 @@ class Diagnostics:
       ``..._top``: of each text's ``top_k`` largest. Foreign tokens are neither allowed nor special.
     - ``input_recall``, ``other_side_recall``: shares of the tokens of a text, and of its positive
       or its query, that it activates, without special ones.
-    - ``training_mode``: share of the texts whose activations a model in training mode has made.
-      Dropout raises a text's maxima, so that its counts can be many times those of evaluation mode,
-      which are those of an index.
+    - ``training_mode``: share of the texts that a model in training mode has encoded. Dropout adds
+      to the maxima over positions, so that such counts can be many times those of evaluation mode,
+      which an index has.
 
-    The report leaves out numbers whose inputs are missing.
-
-    Args:
-        vocab_size: $V$.
-        special_token_ids: the special tokens.
-        stopword_ids: the stopwords.
-        allowed_token_ids: the tokens of the wanted languages.
-        top_k: number of a text's largest activations that ``..._top`` counts.
+    The report leaves out numbers whose inputs are missing. The state is a few numbers per token.
 
     Examples:
         >>> import torch
@@ -93,19 +85,17 @@ class Diagnostics:
         check_integer("vocab_size", vocab_size, minimum=1)
         check_integer("top_k", top_k, minimum=1)
         self.vocab_size, self.top_k = vocab_size, min(top_k, vocab_size)
-        given = {
-            "special": ("special_token_ids", special_token_ids),
-            "stopword": ("stopword_ids", stopword_ids),
-            "foreign": ("allowed_token_ids", allowed_token_ids),
-        }
-        cpu = torch.device("cpu")
-        masks = {group: id_mask(*ids, vocab_size, cpu) for group, ids in given.items()}
-        self._groups = {group: mask for group, mask in masks.items() if mask is not None}
-        special = self._groups.get("special", torch.zeros(vocab_size, dtype=torch.bool))
-        if "foreign" in self._groups:
-            self._groups["foreign"] = ~(self._groups["foreign"] | special)
-        self._content = ~(self._groups.get("stopword", special) | special)
-        self._special = special  # moved to the device of the activations, once
+        where = vocab_size, torch.device("cpu")
+        none = torch.zeros(vocab_size, dtype=torch.bool)
+        special = id_mask("special_token_ids", special_token_ids, *where)
+        stopword = id_mask("stopword_ids", stopword_ids, *where)
+        foreign = id_mask("allowed_token_ids", allowed_token_ids, *where)
+        self._special = none if special is None else special  # moved to the activations' device
+        if foreign is not None:
+            foreign = ~(foreign | self._special)
+        groups = {"special": special, "stopword": stopword, "foreign": foreign}
+        self._groups = {name: mask for name, mask in groups.items() if mask is not None}
+        self._content = ~(self._special if stopword is None else stopword | self._special)
         self._agree = False  # all ranks, on the size of their vocabularies
         self.reset()
 
@@ -124,37 +114,32 @@ class Diagnostics:
         other_side: Texts | None = None,
         training: bool | None = None,
     ) -> None:
-        """Add a batch.
+        """Add a batch, without a wait for the device.
 
         Args:
-            activations: ``[B, V]``; or ``Texts`` (``[B, V]`` or ``[B, N, V]``) with their own ids
-                and mask.
+            activations: ``[B, V]``; or ``Texts`` (``[B, V]`` or ``[B, N, V]``) with their tokens.
             input_ids: token ids ``[B, S]``, for ``input_recall``.
             attention_mask: ``[B, S]``.
             other_side: the positives (or queries) of these texts, for ``other_side_recall``.
-            training: ``model.training`` of the model that made the activations, for
-                ``training_mode``.
+            training: ``model.training`` of the encoder, for ``training_mode``.
         """
         if isinstance(activations, Texts):
-            if activations.activations.ndim == 3:
-                check_shapes(activations=(activations.activations, "B C V"))
-                activations = activations.flatten()
-            activations, input_ids, attention_mask, _ = activations
+            texts = activations.flatten() if activations.activations.ndim == 3 else activations
+            activations, input_ids, attention_mask, _ = texts
         others = (None, None) if other_side is None else other_side[1:3]
         size = check_shapes(
             activations=(activations, "B V"),
             input_ids=(input_ids, "B S, optional"),
             attention_mask=(attention_mask, "B S, optional"),
-            **{"other_side.input_ids": (others[0], "B T, optional")},
-            **{"other_side.attention_mask": (others[1], "B T, optional")},
+            other_input_ids=(others[0], "B T, optional"),
+            other_attention_mask=(others[1], "B T, optional"),
         )
         if size["V"] != self.vocab_size:
             expected, received = [size["B"], self.vocab_size], list(activations.shape)
             raise ValueError(f"expected `activations` [B, V] = {expected}, got {received}")
         if size["B"] == 0:
             return
-        x = activations.detach()
-        wide = widest_dtype(x.device)
+        x, wide = activations.detach(), widest_dtype(activations.device)
         is_active, zero = x > 0, torch.zeros((), device=x.device, dtype=wide)
         values, index = x.topk(self.top_k, dim=1)  # a NaN is larger than any number
         is_on_top = values > 0
@@ -164,15 +149,12 @@ class Diagnostics:
         count = is_active.sum(1) * is_live
         rows = count.new_full((), len(x))
         numbers = [
-            rows,
-            is_live.sum(),
-            count.sum(),
+            *(rows, is_live.sum(), count.sum()),
             (values[:, 0] <= 0).sum(),
             (count > self.vocab_size / 4).sum(),
             *self._recall(x, input_ids, attention_mask, zero),
             *self._recall(x, *others, zero),
-            rows if training else zero,
-            zero if training is None else rows,
+            *(rows if training else zero, zero if training is None else rows),
         ]
         # `relu` keeps a NaN. A row with one is neither live nor dead.
         columns = x.relu().sum(0, dtype=wide), is_active.sum(0, dtype=wide), top
@@ -180,8 +162,7 @@ class Diagnostics:
         live = torch.where(is_live, count, self.vocab_size)
         extremes = torch.stack([-live.amin(), count.amax()])
         if self._state is not None:  # out of place: the state may come from inference mode
-            sums = sums + self._state[0]
-            extremes = torch.maximum(extremes, self._state[1])
+            sums, extremes = sums + self._state[0], torch.maximum(extremes, self._state[1])
         self._state = sums, extremes
 
     def _recall(
@@ -195,15 +176,14 @@ class Diagnostics:
         if self._special.device != ids.device:
             self._special = self._special.to(ids.device)  # kept, as the copy waits
         ids, counts = first_occurrences(ids, attended & ~self._special[ids])
-        hits = ((x.gather(1, ids) > 0) & counts).sum(1)
-        total = counts.sum(1)
+        hits, total = ((x.gather(1, ids) > 0) & counts).sum(1), counts.sum(1)
         return (hits / total.clamp(min=1)).to(zero).sum(), (total > 0).sum().to(zero)
 
     def all_reduce(self) -> "Diagnostics":
         """Sum the state over all ranks, on every rank, and return this object.
 
         Every rank must call it, even without batches, once before ``report`` and ``reset``: a
-        second call would count every text again. Without a process group it does nothing.
+        second call would count every text again.
         """
         if num_ranks() == 1:
             return self
@@ -224,9 +204,9 @@ class Diagnostics:
         return self.report_later().read()
 
     def report_later(self) -> HostCopy[Report]:
-        """Start copying the numbers to the host; ``.read()`` the report one or more steps later.
+        """Start copying the numbers to the host; ``.read()`` the report some steps later.
 
-        A later ``read`` does not wait, and later updates and resets do not change the report.
+        It does not wait then, and later updates and resets do not change the report.
         """
         if self._state is None:
             return HostCopy(torch.empty(0), lambda _: Report())
@@ -236,7 +216,6 @@ class Diagnostics:
     def _report(self, values: Tensor) -> Report:
         summed, texts, top = values[: 3 * self.vocab_size].view(3, -1)
         rows, live, active, dead, dense, *pairs = values[3 * self.vocab_size :].tolist()
-        *pairs, smallest, largest = pairs
         if rows == 0:
             return Report()
         none = 0.0 if dead == rows else math.nan  # without a live row: all dead, or some NaN
@@ -244,8 +223,8 @@ class Diagnostics:
         report = Report(
             texts=rows,
             active_dimensions=active / live if live else none,
-            smallest=-smallest if live else none,
-            largest=largest if live else none,
+            smallest=-pairs[-2] if live else none,
+            largest=pairs[-1] if live else none,
             dead_rows=dead / rows,
             dense_rows=dense / rows,
             mean_activation=_ratio(summed.sum(), texts.sum()),
@@ -258,14 +237,13 @@ class Diagnostics:
         for name, group in self._groups.items():
             report[f"{name}_share"] = _ratio(texts[group].sum(), texts.sum())
             report[f"{name}_top"] = _ratio(top[group].sum(), top.sum())
-        groups = (self._content, self._groups.get("stopword", self._content))
-        mean, stopword = (_ratio(summed[group].sum(), texts[group].sum()) for group in groups)
-        if "stopword" in self._groups and stopword != 0:
-            report["semantic_ratio"] = mean / stopword
+        if (stopword := self._groups.get("stopword")) is not None:
+            masks = self._content, stopword
+            content, common = (_ratio(summed[mask].sum(), texts[mask].sum()) for mask in masks)
+            report |= {"semantic_ratio": content / common} if common != 0 else {}
         names = ("input_recall", "other_side_recall", "training_mode")
-        for name, part, whole in zip(names, pairs[::2], pairs[1::2], strict=True):
-            if whole:
-                report[name] = part / whole
+        for name, part, whole in zip(names, pairs[0::2], pairs[1::2], strict=False):
+            report |= {name: part / whole} if whole else {}
         return report
 
     def top_tokens(self, k: int = 20) -> dict[int, float]:
@@ -283,8 +261,8 @@ class Diagnostics:
         check_integer("k", k, minimum=1)
         if self._state is None:
             return {}
-        sums, size = self._state[0].cpu(), self.vocab_size
-        counts, texts = sums[which * size : (which + 1) * size], sums[3 * size]
+        sums = self._state[0].cpu()
+        counts, texts = sums[: 3 * self.vocab_size].view(3, -1)[which], sums[3 * self.vocab_size]
         share, ids = (counts / texts).sort(descending=True, stable=True)
         largest = zip(ids[:k].tolist(), share[:k].tolist(), strict=True)
         return {token: part for token, part in largest if part > 0}

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_flag, check_number
-from sparse_losses._core.loss import LossModule, shown
+from sparse_losses._core.loss import shown
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses.distributed import agree_across_ranks, refuse_across_ranks, skip_size_check
-from sparse_losses.losses.info_nce import InfoNCELoss
 from sparse_losses.objective.batch import SpladeBatch, Texts, check_batch
-from sparse_losses.objective.terms import Term
+from sparse_losses.objective.terms import Function
 
 
 class ObjectiveOutput(NamedTuple):
@@ -24,19 +23,17 @@ class ObjectiveOutput(NamedTuple):
 
 
 class SpladeObjective(nn.Module):
-    r"""A weighted sum of losses over one ``SpladeBatch``.
-
-    $$\mathcal{L} = \sum_k \lambda_k \, \ell_k$$
+    r"""A weighted sum of losses over one ``SpladeBatch``: $\sum_k \lambda_k \, \ell_k$.
 
     Args:
-        terms: by name the weight $\lambda$, a number or a 0-d tensor, and the term $\ell$: a module
-            or function of the batch that returns a 0-d tensor. ``sparse_losses.objective.terms``
-            has builders for the package's losses. A term of weight 0 is not called.
+        terms: by name the weight $\lambda$, a number or a 0-d tensor, and the term $\ell$, a module
+            or function of the batch that returns a 0-d tensor: ``sparse_losses.objective.terms``
+            has builders. A term of weight 0 is not called.
         gather: whether the package's terms use the texts of all ranks. Teacher scores are then of
             all ranks' candidates, ``[B, W B + W N]``, or of this rank's alone, ``[B, B + N]``.
 
-    ``weights`` holds $\lambda$ by name, and may be changed between steps. ``terms`` holds the
-    modules: ``objective.terms["info_nce"].loss.temperature``.
+    ``weights`` holds $\lambda$ by name and may be changed between steps, ``terms`` the modules:
+    ``objective.terms["info_nce"].loss.temperature``.
 
     Examples:
         >>> import torch
@@ -62,20 +59,29 @@ class SpladeObjective(nn.Module):
     ) -> None:
         super().__init__()
         check_flag(gather=gather)
-        self.gather = gather
+        self.gather, self.terms = gather, nn.ModuleDict()
         self.weights: dict[str, float | Tensor] = {}
-        self.terms = nn.ModuleDict()
         for name, pair in terms.items():
             if not (isinstance(pair, tuple) and len(pair) == 2 and callable(pair[1])):
                 raise TypeError(f"expected the term {name!r} as (weight, function), got {pair!r}")
             self.weights[name], function = pair
-            self.terms[name] = function if isinstance(function, nn.Module) else _Function(function)
+            self.terms[name] = function if isinstance(function, nn.Module) else Function(function)
         self.active()
+
+    def active(self) -> list[str]:
+        """Return the names of the terms that are called: their weight is not 0, or a tensor."""
+        for name, weight in self.weights.items():
+            if name not in self.terms:
+                raise ValueError(f"expected weights of the terms {[*self.terms]}, got {name!r}")
+            if not isinstance(weight, Tensor):
+                check_number(f"weights[{name!r}]", weight)
+            elif weight.ndim:
+                raise ValueError(f"expected weights[{name!r}] to be 0-d, got {list(weight.shape)}")
+        return [name for name, w in self.weights.items() if isinstance(w, Tensor) or w != 0]
 
     def forward(self, batch: SpladeBatch) -> ObjectiveOutput:
         """Return the weighted sum and the value of every active term."""
-        values = self.values(batch)
-        total: Tensor | None = None
+        values, total = self.values(batch), None
         for name, value in values.items():
             weight = self.weights[name]
             if total is None:
@@ -89,53 +95,47 @@ class SpladeObjective(nn.Module):
             total = x.flatten()[:0].to(compute_dtype(activations=x)).sum()
         return ObjectiveOutput(total, {name: value.detach() for name, value in values.items()})
 
-    def active(self) -> list[str]:
-        """Return the names of the terms that are called: their weight is not 0, or a tensor."""
-        for name, weight in self.weights.items():
-            if name not in self.terms:
-                raise ValueError(f"expected weights of {list(self.terms)}, got one of {name!r}")
-            if not isinstance(weight, Tensor):
-                check_number(f"weights[{name!r}]", weight)
-            elif weight.ndim:
-                raise ValueError(f"expected weights[{name!r}] to be 0-d, got {list(weight.shape)}")
-        # Reading a tensor would wait for the device.
-        return [name for name, w in self.weights.items() if isinstance(w, Tensor) or w != 0]
-
     def values(self, batch: SpladeBatch) -> dict[str, Tensor]:
         """Return the active terms, without their weights, each with its graph."""
         try:
             active = self.active()
             check_batch(batch)
         except (TypeError, ValueError) as error:
-            refuse_across_ranks("SpladeObjective", self.gather, _tensors(batch).values(), error)
+            tensors = _named(batch).values()
+            refuse_across_ranks("SpladeObjective", self.gather, tensors, error)
             raise
         is_compared = self.gather is not False and self._agree_across_ranks(active, batch)
         batch = SpladeBatch(*batch[:8], gather=self.gather, memory={})
+        late = [
+            name for name in active if getattr(self.terms[name], "uses_scores_of_others", False)
+        ]
         values: dict[str, Tensor] = {}
-        with autocast_off(batch.anchor.activations.device):
-            # InfoNCE comes last: it uses the scores that another term has computed.
-            for is_last in (False, True):
-                for name in active:
-                    term = self.terms[name]
-                    if (type(getattr(term, "loss", None)) is InfoNCELoss) == is_last:
-                        skips = is_compared and isinstance(term, Term)
-                        with skip_size_check() if skips else nullcontext():
-                            values[name] = _value(name, term, batch)
+        with (
+            autocast_off(batch.anchor.activations.device),
+            skip_size_check() if is_compared else nullcontext(),
+        ):
+            for name in [*(name for name in active if name not in late), *late]:
+                try:
+                    values[name] = value = self.terms[name](batch)
+                    if getattr(value, "ndim", None) != 0:
+                        got = getattr(value, "shape", value)
+                        raise TypeError(f"expected a 0-d tensor, got {got}")
+                except (TypeError, ValueError) as error:
+                    error.args = (f"the term {name!r}: {error}",)
+                    raise
         return {name: values[name] for name in active}
 
     def _agree_across_ranks(self, active: Sequence[str], batch: SpladeBatch) -> bool:
         """Return whether other ranks take part; raise unless they have the same terms and sizes."""
-        tensors = _tensors(batch)
-        values: dict[str, object] = {}
+        tensors, values = _named(batch), {}
         if not torch.compiler.is_compiling():  # a number may be symbolic there
-            values = dict(zip("BV", batch.anchor.activations.shape, strict=True))
+            values = dict(zip("BV", map(str, batch.anchor.activations.shape), strict=True))
             for name, x in tensors.items():
-                kind = "floating point" if x.is_floating_point() else "integers"
-                is_padded = name.endswith(("input_ids", "attention_mask"))
-                values[f"`{name}`"] = f"{kind} {list(x.shape[: -1 if is_padded else None])}"
+                shape = list(x.shape[: -1 if name.endswith(("input_ids", "_mask")) else None])
+                values[f"`{name}`"] = f"{'real' if x.is_floating_point() else 'integer'} {shape}"
             for name in active:
                 values[f"weights[{name!r}]"] = shown(self.weights[name])
-                values[f"the term {name!r}"] = f"{self.terms[name]}"
+                values[f"term {name!r}"] = repr(self.terms[name])
         call = f"SpladeObjective of {', '.join(active)}"
         return agree_across_ranks(call, self.gather, *tensors.values(), **values)
 
@@ -144,34 +144,14 @@ class SpladeObjective(nn.Module):
         return f"weights={self.weights}, gather={self.gather}"
 
 
-class _Function(nn.Module):
-    def __init__(self, function: Callable[[SpladeBatch], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, batch: SpladeBatch) -> Tensor:
-        return self.function(batch)
-
-
-def _value(name: str, term: nn.Module, batch: SpladeBatch) -> Tensor:
-    """Call a term; its errors name it."""
-    if torch.compiler.is_compiling():
-        return term(batch)  # type: ignore[no-any-return]
-    try:
-        value = term(batch)
-        if not isinstance(value, Tensor) or value.ndim:
-            raise TypeError(f"expected a 0-d tensor, got {getattr(value, 'shape', value)}")
-    except (TypeError, ValueError) as error:
-        error.args = (f"the term {name!r}: {error}",)
-        raise
-    return value
-
-
-def _tensors(batch: SpladeBatch) -> dict[str, Tensor]:
+def _named(batch: object) -> dict[str, Tensor]:
+    """Return the tensors of a batch by name."""
     named: dict[str, object] = {}
-    for name in SpladeBatch._fields:
-        value = getattr(batch, name, None)
-        named[name] = value
-        if isinstance(value, Texts):
-            named |= {f"{name}.{field}": x for field, x in value._asdict().items()}
+    for name, part in (
+        zip(SpladeBatch._fields[:8], batch, strict=False) if isinstance(batch, SpladeBatch) else ()
+    ):
+        if isinstance(part, Texts):
+            named |= {f"{name}.{field}": x for field, x in zip(Texts._fields, part, strict=True)}
+        else:
+            named[name] = part
     return {name: x for name, x in named.items() if isinstance(x, Tensor)}

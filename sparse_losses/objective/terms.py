@@ -27,11 +27,23 @@ from sparse_losses.losses.positive_activation import PositiveActivationLoss
 from sparse_losses.losses.ranknet import RankNetLoss
 from sparse_losses.losses.self_reconstruction import SelfReconstructionLoss
 from sparse_losses.losses.triplet_margin import TripletMarginLoss
-from sparse_losses.objective.batch import Similarity, SpladeBatch, Texts, score
-from sparse_losses.objective.candidates import need, own_candidates, own_mask, taught, told_scores
+from sparse_losses.objective.batch import Similarity, SpladeBatch, Texts, need, score
+from sparse_losses.objective.scores import own_candidates, own_mask, taught, told_scores
 
 Side = Literal["query", "document"]  # anchors, or positives and negatives
 Loss: TypeAlias = nn.Module | None  # None is the package's loss with its defaults
+
+
+class Function(nn.Module):
+    """A function of the batch as a module."""
+
+    def __init__(self, function: Callable[[SpladeBatch], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, batch: SpladeBatch) -> Tensor:
+        """Return the function's value."""
+        return self.function(batch)
 
 
 class Term(nn.Module):
@@ -42,32 +54,27 @@ class Term(nn.Module):
 
     token_ids: Tensor
 
-    def __init__(
-        self,
-        loss: nn.Module,
-        compute: Callable[[Any, SpladeBatch], Tensor],
-        token_ids: TokenIds = (),
-        **settings: Any,
-    ) -> None:
+    def __init__(self, loss: nn.Module, compute: Any, ids: TokenIds = (), **settings: Any) -> None:
         super().__init__()
         if not isinstance(loss, nn.Module) or getattr(loss, "reduction", "mean") == "none":
             raise TypeError(f"expected a loss, a module that returns one number, got {loss!r}")
         check_choice("side", settings.get("side", "query"), ("query", "document"))
         self.loss, self.compute, self.settings = loss, compute, (*settings,)
+        self.uses_scores_of_others = compute is _info_nce
         for name, value in settings.items():
             setattr(self, name, value)
-        ids = torch.tensor([*map(int, check_ids("token_ids", token_ids) or ())], dtype=torch.int64)
-        self.register_buffer("token_ids", ids, persistent=False)
+        known = torch.tensor([*map(int, check_ids("ids", ids) or ())], dtype=torch.int64)
+        self.register_buffer("token_ids", known, persistent=False)
 
     def forward(self, batch: SpladeBatch) -> Tensor:
         """Return the loss of what it gets of a batch."""
-        return self.compute(self, batch)
+        return self.compute(self, batch)  # type: ignore[no-any-return]
 
-    def call(self, batch: SpladeBatch, *tensors: Tensor | None, **options: Any) -> Tensor:
-        """Call the loss with tensors and with options that are not None; of all ranks' texts."""
-        given = {name: value for name, value in options.items() if value is not None}
-        given |= {"gather": True} if batch.gather else {}
-        return self.loss(*tensors, **given)  # type: ignore[no-any-return]
+    def call(self, batch: SpladeBatch, *tensors: Tensor | None, **masks: Tensor | None) -> Tensor:
+        """Call the loss, of all ranks' texts if the batch says so; a mask may be None."""
+        options: dict[str, Any] = {name: mask for name, mask in masks.items() if mask is not None}
+        options |= {"gather": True} if batch.gather else {}
+        return self.loss(*tensors, **options)  # type: ignore[no-any-return]
 
     def shown(self, activations: Tensor) -> Tensor:
         """Return activations that are 0 at ``token_ids``."""
@@ -84,12 +91,12 @@ def info_nce(loss: Loss = None, *, stopword_ids: TokenIds = ()) -> Term:
     return Term(loss or InfoNCELoss(), _info_nce, stopword_ids)
 
 
-def _info_nce(term: Any, batch: SpladeBatch) -> Tensor:
+def _info_nce(term: Any, batch: SpladeBatch) -> Any:
     if len(term.token_ids) == 0 and (told := told_scores(term.loss, batch)) is not None:
         return info_nce_from_scores(**told)
     vectors = [None if x is None else term.shown(x.activations) for x in batch[:3]]
     masks = {"positive_ids": batch.positive_ids, "candidate_mask": batch.candidate_mask}
-    return term.call(batch, *vectors, **masks)  # type: ignore[no-any-return]
+    return term.call(batch, *vectors, **masks)
 
 
 def triplet_margin(loss: Loss = None) -> Term:
@@ -97,12 +104,12 @@ def triplet_margin(loss: Loss = None) -> Term:
     return Term(loss or TripletMarginLoss(), _triplet_margin)
 
 
-def _triplet_margin(term: Any, batch: SpladeBatch) -> Tensor:
+def _triplet_margin(term: Any, batch: SpladeBatch) -> Any:
     negative, mask = need(batch, "negative").activations, own_mask(batch)
     if mask is not None and negative.ndim == 2:
         negative = negative[:, None]
     vectors = batch.anchor.activations, batch.positive.activations, negative
-    return term.call(batch, *vectors, candidate_mask=mask)  # type: ignore[no-any-return]
+    return term.call(batch, *vectors, candidate_mask=mask)
 
 
 def distillation(
@@ -129,9 +136,9 @@ def ranknet(
     return Term(loss or RankNetLoss(), _taught, similarity=similarity, **scales)
 
 
-def _taught(term: Any, batch: SpladeBatch) -> Tensor:
+def _taught(term: Any, batch: SpladeBatch) -> Any:
     student, teacher, _ = taught(batch, term.similarity)
-    return term.call(batch, *_scaled(term, student, teacher))  # type: ignore[no-any-return]
+    return term.call(batch, *_scaled(term, student, teacher))
 
 
 def context_distillation(
@@ -146,11 +153,11 @@ def context_distillation(
     return Term(loss or DistillationLoss(), _context, similarity=similarity, **scales)
 
 
-def _context(term: Any, batch: SpladeBatch) -> Tensor:
+def _context(term: Any, batch: SpladeBatch) -> Any:
     x, teacher = batch.anchor.activations, need(batch, "teacher_anchor_scores")
     gather = batch.gather and teacher.shape[1] != len(x)
     scores = score(x, x, similarity=term.similarity, gather=gather)
-    return term.call(batch, *_scaled(term, scores, teacher))  # type: ignore[no-any-return]
+    return term.call(batch, *_scaled(term, scores, teacher))
 
 
 def _scaled(term: Any, student: Tensor, teacher: Tensor) -> list[Tensor]:
@@ -168,7 +175,7 @@ def margin_mse(loss: Loss = None, *, similarity: Similarity = "cosine") -> Term:
     return Term(loss or MarginMSELoss(), _margin_mse, similarity=similarity)
 
 
-def _margin_mse(term: Any, batch: SpladeBatch) -> Tensor:
+def _margin_mse(term: Any, batch: SpladeBatch) -> Any:
     need(batch, "negative")
     *both, scored = taught(batch, term.similarity)
     if scored == "positives":
@@ -176,7 +183,7 @@ def _margin_mse(term: Any, batch: SpladeBatch) -> Tensor:
         raise ValueError(f"expected `batch.teacher_scores` of negatives too, got {received}")
     own = [own_candidates(x, batch) if scored == "all" else x for x in both]
     sides = (x for scores in own for x in (scores[:, 0], scores[:, 1:]))
-    return term.call(batch, *sides)  # type: ignore[no-any-return]
+    return term.call(batch, *sides)
 
 
 def flops(side: Side, loss: Loss = None, *, stopword_ids: TokenIds = ()) -> Term:
@@ -189,8 +196,8 @@ def language_penalty(side: Side, loss: nn.Module) -> Term:
     return Term(loss, _activations, side=side)
 
 
-def _activations(term: Any, batch: SpladeBatch) -> Tensor:
-    return term.call(batch, term.shown(batch.texts(term.side).activations))  # type: ignore[no-any-return]
+def _activations(term: Any, batch: SpladeBatch) -> Any:
+    return term.call(batch, term.shown(batch.texts(term.side).activations))
 
 
 def min_activation(side: Side, loss: Loss = None, *, special_token_ids: TokenIds = ()) -> Term:
@@ -198,14 +205,14 @@ def min_activation(side: Side, loss: Loss = None, *, special_token_ids: TokenIds
     return Term(loss or MinActivationLoss(), _min_activation, special_token_ids, side=side)
 
 
-def _min_activation(term: Any, batch: SpladeBatch) -> Tensor:
+def _min_activation(term: Any, batch: SpladeBatch) -> Any:
     texts = batch.texts(term.side)
     if texts.attention_mask is None:
-        return term.call(batch, _signed(texts))  # type: ignore[no-any-return]
+        return term.call(batch, _signed(texts))
     attended = as_mask("attention_mask", texts.attention_mask)
     if texts.input_ids is not None and len(term.token_ids) > 0:
         attended = attended & ~torch.isin(texts.input_ids, term.token_ids)
-    return term.call(batch, _signed(texts), attended.sum(-1))  # type: ignore[no-any-return]
+    return term.call(batch, _signed(texts), attended.sum(-1))
 
 
 def self_reconstruction(side: Side, loss: Loss = None, *, special_token_ids: TokenIds = ()) -> Term:
@@ -214,9 +221,9 @@ def self_reconstruction(side: Side, loss: Loss = None, *, special_token_ids: Tok
     return Term(made, _self_reconstruction, side=side)
 
 
-def _self_reconstruction(term: Any, batch: SpladeBatch) -> Tensor:
+def _self_reconstruction(term: Any, batch: SpladeBatch) -> Any:
     texts = batch.texts(term.side)
-    return term.call(batch, _signed(texts), *_tokens(texts, term.side))  # type: ignore[no-any-return]
+    return term.call(batch, _signed(texts), *_tokens(texts, term.side))
 
 
 def positive_activation(side: Side, loss: Loss = None, *, special_token_ids: TokenIds = ()) -> Term:
@@ -225,10 +232,10 @@ def positive_activation(side: Side, loss: Loss = None, *, special_token_ids: Tok
     return Term(made, _positive_activation, side=side)
 
 
-def _positive_activation(term: Any, batch: SpladeBatch) -> Tensor:
+def _positive_activation(term: Any, batch: SpladeBatch) -> Any:
     one, other = batch[:2] if term.side == "query" else (batch.positive, batch.anchor)
     name = "document" if term.side == "query" else "query"
-    return term.call(batch, one.activations, *_tokens(other, name))  # type: ignore[no-any-return]
+    return term.call(batch, one.activations, *_tokens(other, name))
 
 
 def _signed(texts: Texts) -> Tensor:
@@ -236,4 +243,4 @@ def _signed(texts: Texts) -> Tensor:
 
 
 def _tokens(texts: Texts, side: str) -> list[Tensor]:
-    return [need(texts, name, f" of the {side}") for name in ("input_ids", "attention_mask")]
+    return [need(texts, name, side) for name in ("input_ids", "attention_mask")]
