@@ -6,7 +6,7 @@ A number that the notes do not give is ``None`` here and must be set before use.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch import Tensor
 from sparse_losses._core.checks import check_choice, check_integer
 from sparse_losses._core.token_ids import TokenIds
 from sparse_losses.losses.distillation import DistillationLoss
-from sparse_losses.losses.flops import FlopsLoss
 from sparse_losses.losses.idf_flops import IdfFlopsLoss
 from sparse_losses.losses.info_nce import InfoNCELoss
 from sparse_losses.losses.language_penalty import LanguagePenaltyLoss
@@ -25,19 +24,26 @@ from sparse_losses.objective.objective import SpladeObjective
 from sparse_losses.objective.schedules import Curriculum, Phase, TrainingSchedule, Warmup
 from sparse_losses.vocabulary.penalties import idf_penalty, language_penalty
 
-# By term, without its side: the fields that must be set if it has a weight.
-NEEDS = {
-    "info_nce": ("temperature",),
-    "triplet_margin": ("margin",),
-    "distillation": ("distillation_temperature", "alpha_kl", "alpha_mse"),
-    "context_distillation": ("distillation_temperature", "alpha_kl", "alpha_mse"),
-    "min_activation": ("top_k", "threshold"),
-    "language_penalty": ("language_penalty",),
-    "flops": (),
-    "self_reconstruction": (),
-    "positive_activation": (),
-    "margin_mse": (),
-    "ranknet": (),
+_KD = {"temperature": "distillation_temperature", "alpha_kl": "alpha_kl", "alpha_mse": "alpha_mse"}
+# By term, without its side: its builder, its loss, and the preset's field for each of its numbers.
+TERMS: dict[str, tuple[Any, Any, dict[str, str]]] = {
+    "info_nce": (
+        terms.info_nce,
+        InfoNCELoss,
+        {"temperature": "temperature", "similarity": "similarity"},
+    ),
+    "triplet_margin": (terms.triplet_margin, TripletMarginLoss, {"margin": "margin"}),
+    "distillation": (terms.distillation, DistillationLoss, _KD),
+    "context_distillation": (terms.context_distillation, DistillationLoss, _KD),
+    "min_activation": (
+        terms.min_activation,
+        MinActivationLoss,
+        {"top_k": "top_k", "threshold": "threshold"},
+    ),
+    "language_penalty": (terms.language_penalty, None, {"penalty": "language_penalty"}),
+    "flops": (terms.flops, None, {}),
+    "self_reconstruction": (terms.self_reconstruction, None, {}),
+    "positive_activation": (terms.positive_activation, None, {}),
 }
 
 
@@ -49,15 +55,12 @@ class Preset:
     ``None`` is their default, or a number that must be set.
 
     Attributes:
-        weights: weights by term: ``"info_nce"``, ``"query_flops"``, ``"document_flops"``, ...
-        start_active: active dimensions of a text before training: ``calibrate(model, texts,
-            start_active, method="shift")``.
-        target_active: active dimensions of a document after it: ``calibrate(model, texts,
-            target_active)``.
+        weights: by term: ``"info_nce"``, ``"query_flops"``, ``"document_flops"``, ...
+        start_active: active dimensions of a text before training, for
+            ``calibrate(model, texts, start_active, method="shift")``.
+        target_active: active dimensions of a document after it, for ``calibrate``.
         teacher: the source of the teacher's scores, which the preset does not load.
         idf_alpha: steepness of the token penalties; ``None``: plain FLOPS, without penalties.
-        language_penalty: penalty of tokens of other languages.
-        curriculum: phases by epoch.
         warmup: by term: the share of all optimiser steps, in (0, 1], in which its weight rises
             from 0 (quadratic ``Warmup``).
         training: other known settings of the training loop; this package does not read them.
@@ -96,12 +99,6 @@ class Preset:
     training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ours: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for term in self.weights:
-            check_choice("weights", _loss_of(term), (*NEEDS,))
-        if not all(0 < share <= 1 for share in self.warmup.values()):
-            raise ValueError(f"expected `warmup` as shares in (0, 1], got {self.warmup}")
-
     def replace(self, *, weights: Mapping[str, float] | None = None, **changes: Any) -> "Preset":
         """Return a copy with other numbers; weights replace those of the same names.
 
@@ -119,21 +116,19 @@ class Preset:
             return {term: number for term, number in numbers.items() if term not in terms}
 
         for term in terms:
-            check_choice("terms", _loss_of(term), (*NEEDS,))
+            _split(term)
         curriculum = self.curriculum
         if curriculum is not None:
             phases = [dataclasses.replace(p, weights=rest(p.weights)) for p in curriculum.phases]
             curriculum = dataclasses.replace(curriculum, phases=phases)
-        kept = {"weights": rest(self.weights), "warmup": rest(self.warmup)}
-        return dataclasses.replace(self, **kept, curriculum=curriculum)  # type: ignore[arg-type]
+        changes: Any = {"weights": rest(self.weights), "warmup": rest(self.warmup)}
+        return dataclasses.replace(self, curriculum=curriculum, **changes)
 
     def missing(self) -> list[str]:
         """Return the fields that must be set before ``objective``."""
-        needed = {
-            n for term, weight in self.weights.items() if weight for n in NEEDS[_loss_of(term)]
-        }
-        if self.idf_alpha is not None:
-            needed |= {"beta", "stopword_penalty"}
+        active = (term for term, weight in self.weights.items() if weight)
+        needed = {field for term in active for field in TERMS[_split(term)[1]][2].values()}
+        needed |= {"beta", "stopword_penalty"} if self.idf_alpha is not None else set()
         return [name for name, value in vars(self).items() if name in needed and value is None]
 
     def objective(
@@ -163,77 +158,43 @@ class Preset:
                 f"expected all numbers of {self.name}, got None for {', '.join(missing)}: set "
                 f"{self.name}.replace({', '.join(f'{name}=...' for name in missing)})"
             )
-        hidden = {"stopword_ids": stopword_ids if hide_stopwords else ()}
+        losses: dict[str, Any] = {}
+        for kind, (_, loss, fields) in TERMS.items():
+            numbers = {name: getattr(self, field) for name, field in fields.items()}
+            known = {name: number for name, number in numbers.items() if number is not None}
+            losses[kind] = loss and loss(**known)
         special = {"special_token_ids": special_token_ids}
-        flops: Any = FlopsLoss()
         if self.idf_alpha is not None:
             if idf is None:
                 raise ValueError(f"{self.name} weighs FLOPS by token and needs `idf` of shape [V]")
-            penalty = idf_penalty(
-                idf,
-                alpha=self.idf_alpha,
-                special_token_ids=() if self.special_penalty is None else special_token_ids,
-                special_penalty=self.special_penalty or 0.0,
-                stopword_ids=stopword_ids,
-                stopword_penalty=self.stopword_penalty or 0.0,
-            )
-            flops = IdfFlopsLoss(penalty, beta=self.beta or 0.0)
-        foreign: Any = None
+            penalties = {"alpha": self.idf_alpha, "stopword_penalty": self.stopword_penalty}
+            if self.special_penalty is not None:
+                penalties |= {**special, "special_penalty": self.special_penalty}
+            penalty = idf_penalty(idf, stopword_ids=stopword_ids, **penalties)
+            losses["flops"] = IdfFlopsLoss(penalty, beta=self.beta or 0.0)
         if self.language_penalty is not None:
             size = len(idf) if vocab_size is None and idf is not None else vocab_size
             if allowed_token_ids is None or size is None:
-                raise ValueError(
-                    f"{self.name} penalises other languages and needs `allowed_token_ids` and "
-                    "`vocab_size` (or `idf`)"
-                )
-            penalty = language_penalty(
-                size, allowed_token_ids, **special, penalty=self.language_penalty
-            )
-            foreign = LanguagePenaltyLoss(penalty)
-
-        def loss(kind: Any, **fields: str) -> Any:
-            """Return a loss with this preset's numbers; the others are the loss's defaults."""
-            numbers = {name: getattr(self, field) for name, field in fields.items()}
-            return kind(**{name: number for name, number in numbers.items() if number is not None})
-
-        like = {"similarity": self.similarity}
-        scales = {**like, "score_scale": self.score_scale}
-        taught = {**scales, "teacher_scale": self.teacher_scale}
-        distilled = {
-            "temperature": "distillation_temperature",
-            "alpha_kl": "alpha_kl",
-            "alpha_mse": "alpha_mse",
+                needed = "`allowed_token_ids` and `vocab_size` (or `idf`)"
+                raise ValueError(f"{self.name} penalises other languages and needs {needed}")
+            number = self.language_penalty
+            penalty = language_penalty(size, allowed_token_ids, **special, penalty=number)
+            losses["language_penalty"] = LanguagePenaltyLoss(penalty)
+        hidden = {"stopword_ids": stopword_ids if hide_stopwords else ()}
+        scales = {
+            name: getattr(self, name) for name in ("score_scale", "teacher_scale", "similarity")
         }
-        ranking = {"temperature": "temperature", "similarity": "similarity"}
-        active = {"top_k": "top_k", "threshold": "threshold"}
-        make: dict[str, Callable[..., Any]] = {
-            "info_nce": lambda: terms.info_nce(loss(InfoNCELoss, **ranking), **hidden),
-            "triplet_margin": lambda: terms.triplet_margin(
-                loss(TripletMarginLoss, margin="margin")
-            ),
-            "distillation": lambda: terms.distillation(
-                loss(DistillationLoss, **distilled), **taught
-            ),
-            "context_distillation": lambda: terms.context_distillation(
-                loss(DistillationLoss, **distilled), **taught
-            ),
-            "margin_mse": lambda: terms.margin_mse(**like),
-            "ranknet": lambda: terms.ranknet(**scales),
-            "flops": lambda side: terms.flops(side, flops, **hidden),
-            "min_activation": lambda side: terms.min_activation(
-                side, loss(MinActivationLoss, **active), **special
-            ),
-            "language_penalty": lambda side: terms.language_penalty(side, foreign),
-            "self_reconstruction": lambda side: terms.self_reconstruction(side, **special),
-            "positive_activation": lambda side: terms.positive_activation(side, **special),
+        settings: dict[str, dict[str, Any]] = {
+            **dict.fromkeys(("info_nce", "flops"), hidden),
+            **dict.fromkeys(("distillation", "context_distillation"), scales),
+            **dict.fromkeys(("min_activation", "self_reconstruction"), special),
+            "positive_activation": special,
         }
-        return SpladeObjective(
-            {
-                name: (weight, make[_loss_of(name)](*_side_of(name)))
-                for name, weight in self.weights.items()
-            },
-            gather=gather,
-        )
+        made = {}
+        for term, weight in self.weights.items():
+            side, kind = _split(term)
+            made[term] = weight, TERMS[kind][0](*side, losses[kind], **settings.get(kind, {}))
+        return SpladeObjective(made, gather=gather)
 
     def schedules(
         self,
@@ -247,24 +208,22 @@ class Preset:
         Warm-ups need ``steps``, the optimiser steps of the whole training, phases
         ``steps_per_epoch``.
         """
-        warmups = {}
+        warmups, curriculum = {}, self.curriculum
         for term, share in self.warmup.items():
             check_integer("steps", steps, minimum=1)
             warmups[term] = Warmup(max(1, round(share * (steps or 0))), "quadratic")
-        curriculum = self.curriculum
         if curriculum is not None:
             check_integer("steps_per_epoch", steps_per_epoch, minimum=1)
             curriculum = Curriculum(curriculum.phases, steps_per_epoch or 1)
         return [TrainingSchedule(objective, curriculum, warmups=warmups)]
 
 
-def _side_of(term: str) -> list[str]:
-    side = term.split("_")[0]
-    return [side] if side in ("query", "document") else []
-
-
-def _loss_of(term: str) -> str:
-    return term.removeprefix("query_").removeprefix("document_")
+def _split(term: str) -> tuple[list[str], str]:
+    """Return the side of a term, if it has one, and its name without it."""
+    side, _, kind = term.partition("_")
+    sides, kind = ([side], kind) if side in ("query", "document") else ([], term)
+    check_choice("weights", kind, (*TERMS,))
+    return sides, kind
 
 
 # Train from a sparse start, then prune: the three steps are `calibrate` with `start_active` and
@@ -278,20 +237,12 @@ RECOMMENDED = Preset(
     target_active=64,
 )
 
-_TERMS = (
-    "info_nce",
-    "query_self_reconstruction",
-    "query_positive_activation",
-    "triplet_margin",
-    "query_flops",
-    "query_min_activation",
-    "distillation",
-)
-
 
 def _weights(*column: float) -> dict[str, float]:
     """Return a column of the notes' table "Loss weights by version"."""
-    return dict(zip(_TERMS, column, strict=False))  # V22 has no distillation
+    names = "info_nce query_self_reconstruction query_positive_activation triplet_margin"
+    names += " query_flops query_min_activation distillation"
+    return dict(zip(names.split(), column, strict=False))  # V22 has no distillation
 
 
 _OURS = {

@@ -126,7 +126,7 @@ class SpladeObjective(nn.Module):
         return {name: values[name] for name in active}
 
     def _agree_across_ranks(self, active: Sequence[str], batch: SpladeBatch) -> bool:
-        """Return whether other ranks take part; raise unless they have the same terms and sizes."""
+        """Return whether ranks have been compared; raise unless all have the same terms and sizes."""
         tensors, values = _named(batch), {}
         if not torch.compiler.is_compiling():  # a number may be symbolic there
             values = dict(zip("BV", map(str, batch.anchor.activations.shape), strict=True))
@@ -137,7 +137,8 @@ class SpladeObjective(nn.Module):
                 values[f"weights[{name!r}]"] = shown(self.weights[name])
                 values[f"term {name!r}"] = repr(self.terms[name])
         call = f"SpladeObjective of {', '.join(active)}"
-        return agree_across_ranks(call, self.gather, *tensors.values(), **values)
+        is_compared = agree_across_ranks(call, self.gather, *tensors.values(), **values)
+        return is_compared and not torch.compiler.is_compiling()
 
     def extra_repr(self) -> str:
         """Return the weights."""
