@@ -24,26 +24,18 @@ from sparse_losses.objective.objective import SpladeObjective
 from sparse_losses.objective.schedules import Curriculum, Phase, TrainingSchedule, Warmup
 from sparse_losses.vocabulary.penalties import idf_penalty, language_penalty
 
-_KD = {"temperature": "distillation_temperature", "alpha_kl": "alpha_kl", "alpha_mse": "alpha_mse"}
-# By term, without its side: its builder, its loss, and the preset's field for each of its numbers.
-TERMS: dict[str, tuple[Any, Any, dict[str, str]]] = {
-    "info_nce": (
-        terms.info_nce,
-        InfoNCELoss,
-        {"temperature": "temperature", "similarity": "similarity"},
-    ),
-    "triplet_margin": (terms.triplet_margin, TripletMarginLoss, {"margin": "margin"}),
+_KD = ("distillation_temperature", "alpha_kl", "alpha_mse")
+# By term, without its side: its builder, its loss, and the preset's fields that are its numbers.
+TERMS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+    "info_nce": (terms.info_nce, InfoNCELoss, ("temperature", "similarity")),
+    "triplet_margin": (terms.triplet_margin, TripletMarginLoss, ("margin",)),
     "distillation": (terms.distillation, DistillationLoss, _KD),
     "context_distillation": (terms.context_distillation, DistillationLoss, _KD),
-    "min_activation": (
-        terms.min_activation,
-        MinActivationLoss,
-        {"top_k": "top_k", "threshold": "threshold"},
-    ),
-    "language_penalty": (terms.language_penalty, None, {"penalty": "language_penalty"}),
-    "flops": (terms.flops, None, {}),
-    "self_reconstruction": (terms.self_reconstruction, None, {}),
-    "positive_activation": (terms.positive_activation, None, {}),
+    "min_activation": (terms.min_activation, MinActivationLoss, ("top_k", "threshold")),
+    "language_penalty": (terms.language_penalty, None, ("language_penalty",)),
+    "flops": (terms.flops, None, ()),
+    "self_reconstruction": (terms.self_reconstruction, None, ()),
+    "positive_activation": (terms.positive_activation, None, ()),
 }
 
 
@@ -56,15 +48,12 @@ class Preset:
 
     Attributes:
         weights: by term: ``"info_nce"``, ``"query_flops"``, ``"document_flops"``, ...
-        start_active: active dimensions of a text before training, for
-            ``calibrate(model, texts, start_active, method="shift")``.
-        target_active: active dimensions of a document after it, for ``calibrate``.
-        teacher: the source of the teacher's scores, which the preset does not load.
+        start_active, target_active: active dimensions of a text before training and of a document
+            after it: arguments of ``calibrate``, with ``method="shift"`` and ``"prune"``.
+        teacher, training: the teacher and other known settings, which are not read here.
         idf_alpha: steepness of the token penalties; ``None``: plain FLOPS, without penalties.
-        warmup: by term: the share of all optimiser steps, in (0, 1], in which its weight rises
-            from 0 (quadratic ``Warmup``).
-        training: other known settings of the training loop; this package does not read them.
-        ours: fields that the source leaves open, with our reading.
+        warmup: by term: the share of all steps in which its weight rises (quadratic ``Warmup``).
+        ours: what the source leaves open, with our reading.
 
     Examples:
         >>> from sparse_losses import RECOMMENDED
@@ -102,32 +91,30 @@ class Preset:
     def replace(self, *, weights: Mapping[str, float] | None = None, **changes: Any) -> "Preset":
         """Return a copy with other numbers; weights replace those of the same names.
 
-        A weight of 0 removes the term, as ``without`` does. Other mappings are replaced as a whole.
-        A curriculum's temperature and weights override yours, unless you pass ``curriculum=None``.
+        A weight of 0 removes the term from phases and warm-ups, too. Other mappings are replaced as
+        a whole. A curriculum's temperature and weights override yours: see ``curriculum=None``.
         """
-        numbers = dict(weights or {})
-        changed = dataclasses.replace(self, weights={**self.weights, **numbers}, **changes)
-        return changed.without(*(term for term, weight in numbers.items() if weight == 0))
+        changed = dataclasses.replace(self, **changes)
+        off = [term for term, weight in (weights or {}).items() if not weight]
+
+        def rest(numbers: Mapping[str, float]) -> dict[str, float]:
+            return {_check(term): x for term, x in numbers.items() if term not in off}
+
+        if changed.curriculum is not None:
+            phases = changed.curriculum.phases
+            kept = [dataclasses.replace(phase, weights=rest(phase.weights)) for phase in phases]
+            changed = dataclasses.replace(changed, curriculum=Curriculum(kept))
+        numbers: Any = {"weights": rest({**self.weights, **(weights or {})})}
+        return dataclasses.replace(changed, warmup=rest(changed.warmup), **numbers)
 
     def without(self, *terms: str) -> "Preset":
         """Return a copy in which no weight, phase or warm-up names these terms."""
-
-        def rest(numbers: Mapping[str, float]) -> dict[str, float]:
-            return {term: number for term, number in numbers.items() if term not in terms}
-
-        for term in terms:
-            _split(term)
-        curriculum = self.curriculum
-        if curriculum is not None:
-            phases = [dataclasses.replace(p, weights=rest(p.weights)) for p in curriculum.phases]
-            curriculum = dataclasses.replace(curriculum, phases=phases)
-        changes: Any = {"weights": rest(self.weights), "warmup": rest(self.warmup)}
-        return dataclasses.replace(self, curriculum=curriculum, **changes)
+        return self.replace(weights={_check(term): 0.0 for term in terms})
 
     def missing(self) -> list[str]:
         """Return the fields that must be set before ``objective``."""
         active = (term for term, weight in self.weights.items() if weight)
-        needed = {field for term in active for field in TERMS[_split(term)[1]][2].values()}
+        needed = {field for term in active for field in TERMS[_split(term)[1]][2]}
         needed |= {"beta", "stopword_penalty"} if self.idf_alpha is not None else set()
         return [name for name, value in vars(self).items() if name in needed and value is None]
 
@@ -160,17 +147,18 @@ class Preset:
             )
         losses: dict[str, Any] = {}
         for kind, (_, loss, fields) in TERMS.items():
-            numbers = {name: getattr(self, field) for name, field in fields.items()}
+            numbers = {name.removeprefix("distillation_"): getattr(self, name) for name in fields}
             known = {name: number for name, number in numbers.items() if number is not None}
             losses[kind] = loss and loss(**known)
         special = {"special_token_ids": special_token_ids}
         if self.idf_alpha is not None:
             if idf is None:
                 raise ValueError(f"{self.name} weighs FLOPS by token and needs `idf` of shape [V]")
-            penalties = {"alpha": self.idf_alpha, "stopword_penalty": self.stopword_penalty}
+            penalties: dict[str, Any] = {"stopword_penalty": self.stopword_penalty}
             if self.special_penalty is not None:
                 penalties |= {**special, "special_penalty": self.special_penalty}
-            penalty = idf_penalty(idf, stopword_ids=stopword_ids, **penalties)
+            penalties |= {"alpha": self.idf_alpha, "stopword_ids": stopword_ids}
+            penalty = idf_penalty(idf, **penalties)
             losses["flops"] = IdfFlopsLoss(penalty, beta=self.beta or 0.0)
         if self.language_penalty is not None:
             size = len(idf) if vocab_size is None and idf is not None else vocab_size
@@ -181,15 +169,10 @@ class Preset:
             penalty = language_penalty(size, allowed_token_ids, **special, penalty=number)
             losses["language_penalty"] = LanguagePenaltyLoss(penalty)
         hidden = {"stopword_ids": stopword_ids if hide_stopwords else ()}
-        scales = {
-            name: getattr(self, name) for name in ("score_scale", "teacher_scale", "similarity")
-        }
-        settings: dict[str, dict[str, Any]] = {
-            **dict.fromkeys(("info_nce", "flops"), hidden),
-            **dict.fromkeys(("distillation", "context_distillation"), scales),
-            **dict.fromkeys(("min_activation", "self_reconstruction"), special),
-            "positive_activation": special,
-        }
+        scales = {n: getattr(self, n) for n in ("score_scale", "teacher_scale", "similarity")}
+        settings: dict[str, Any] = {"info_nce": hidden, "flops": hidden, "distillation": scales}
+        settings |= {"context_distillation": scales, "min_activation": special}
+        settings |= {"self_reconstruction": special, "positive_activation": special}
         made = {}
         for term, weight in self.weights.items():
             side, kind = _split(term)
@@ -203,11 +186,7 @@ class Preset:
         steps: int | None = None,
         steps_per_epoch: int | None = None,
     ) -> list[TrainingSchedule]:
-        """Return what sets the objective's weights in training: ``attach`` it to the optimiser.
-
-        Warm-ups need ``steps``, the optimiser steps of the whole training, phases
-        ``steps_per_epoch``.
-        """
+        """Return what sets the weights; warm-ups need ``steps``, of the optimiser, in all."""
         warmups, curriculum = {}, self.curriculum
         for term, share in self.warmup.items():
             check_integer("steps", steps, minimum=1)
@@ -221,9 +200,12 @@ class Preset:
 def _split(term: str) -> tuple[list[str], str]:
     """Return the side of a term, if it has one, and its name without it."""
     side, _, kind = term.partition("_")
-    sides, kind = ([side], kind) if side in ("query", "document") else ([], term)
-    check_choice("weights", kind, (*TERMS,))
-    return sides, kind
+    return ([side], kind) if side in ("query", "document") else ([], term)
+
+
+def _check(term: str) -> str:
+    check_choice("weights", _split(term)[1], (*TERMS,))
+    return term
 
 
 # Train from a sparse start, then prune: the three steps are `calibrate` with `start_active` and

@@ -577,6 +577,7 @@ def info_nce_from_scores(
         scores: ``[B, C]`` floating.
         positive_mask: ``[B, C]`` bool, int or float 0/1.
         candidate_mask: ``[B, C]`` bool, int or float 0/1; by default every column is a candidate.
+        temperature: divides the scores; finite and > 0.
         decoupled: whether to leave the positives out of the denominator.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
             same number of rows (see ``sparse_losses.distributed``); no scores are exchanged.

@@ -126,7 +126,7 @@ class SpladeObjective(nn.Module):
         return {name: values[name] for name in active}
 
     def _agree_across_ranks(self, active: Sequence[str], batch: SpladeBatch) -> bool:
-        """Return whether ranks have been compared; raise unless all have the same terms and sizes."""
+        """Return whether ranks were compared; raise unless all have the same terms and sizes."""
         tensors, values = _named(batch), {}
         if not torch.compiler.is_compiling():  # a number may be symbolic there
             values = dict(zip("BV", map(str, batch.anchor.activations.shape), strict=True))
@@ -147,12 +147,10 @@ class SpladeObjective(nn.Module):
 
 def _named(batch: object) -> dict[str, Tensor]:
     """Return the tensors of a batch by name."""
-    named: dict[str, object] = {}
-    for name, part in (
-        zip(SpladeBatch._fields[:8], batch, strict=False) if isinstance(batch, SpladeBatch) else ()
-    ):
-        if isinstance(part, Texts):
-            named |= {f"{name}.{field}": x for field, x in zip(Texts._fields, part, strict=True)}
-        else:
-            named[name] = part
+    if not isinstance(batch, SpladeBatch):
+        return {}
+    named: dict[str, object] = dict(zip(SpladeBatch._fields, batch, strict=True))
+    for side, part in zip(SpladeBatch._fields, batch, strict=True):
+        fields = zip(Texts._fields, part if isinstance(part, Texts) else (), strict=False)
+        named |= {f"{side}.{field}": x for field, x in fields}
     return {name: x for name, x in named.items() if isinstance(x, Tensor)}

@@ -29,8 +29,7 @@ class Curriculum:
 
     Examples:
         >>> from sparse_losses import Curriculum, Phase
-        >>> phases = [Phase(8, temperature=0.08), Phase(25, temperature=0.05)]
-        >>> curriculum = Curriculum(phases, steps_per_epoch=100)
+        >>> curriculum = Curriculum([Phase(8, 0.08), Phase(25, 0.05)], steps_per_epoch=100)
         >>> [curriculum(step).temperature for step in (0, 799, 800, 9999)]
         [0.08, 0.08, 0.05, 0.05]
     """
@@ -52,13 +51,7 @@ class Curriculum:
 
 @dataclasses.dataclass(frozen=True)
 class Warmup:
-    """A factor that rises from 0 to 1 in ``steps`` optimiser steps, or the square of it.
-
-    Examples:
-        >>> from sparse_losses import Warmup
-        >>> [Warmup(4, "quadratic")(step) for step in range(6)]
-        [0.0, 0.0625, 0.25, 0.5625, 1.0, 1.0]
-    """
+    """A factor that rises from 0 to 1 in ``steps`` optimiser steps, or the square of it."""
 
     steps: int
     shape: Literal["linear", "quadratic"] = "linear"
@@ -102,8 +95,8 @@ class TrainingSchedule:
             raise ValueError(f"expected warm-ups of terms with a weight, a number, got {wrong}")
         phases = curriculum.phases if curriculum else ()
         self._names = on & {*self.warmups, *(name for phase in phases for name in phase.weights)}
-        has_ranking = "info_nce" in objective.terms
-        self._ranking: Any = objective.terms["info_nce"].loss if has_ranking else None
+        terms = objective.terms
+        self._ranking: Any = terms["info_nce"].loss if "info_nce" in terms else None
         self._temperature = getattr(self._ranking, "temperature", None)
         self._phase: Phase | None = None
         self._apply()
@@ -112,15 +105,12 @@ class TrainingSchedule:
         """Take note of an optimiser step and set the weights of the next one."""
         weights = self.objective.weights
         if changed := [name for name, was in self._set.items() if weights.get(name) != was]:
-            raise RuntimeError(
-                f"expected the weights {self._set}, as this schedule has set them, got {weights}: "
-                f"change `schedule.base` instead of the weights of {changed}"
-            )
+            raise RuntimeError(f"expected only this schedule to set {changed}, got {weights}")
         self.steps_taken += 1
         self._apply()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Count the optimiser's steps, without those a ``GradScaler`` skips; until ``.remove()``."""
+        """Count the optimiser's steps, not those that a ``GradScaler`` skips; see ``.remove()``."""
         # The wrappers of accelerate and Lightning are also called where no step is taken.
         optimizer = getattr(optimizer, "optimizer", optimizer)
         hooks = getattr(optimizer, "_optimizer_step_post_hooks", {}).values()
@@ -149,7 +139,7 @@ class TrainingSchedule:
             self._temperature.detach().fill_(state["temperature"])
 
     def _apply(self) -> None:
-        phase = self.curriculum and self.curriculum(self.steps_taken)
+        phase = None if self.curriculum is None else self.curriculum(self.steps_taken)
         now = {**self.base, **(phase.weights if phase else {})}
         factors = {name: warmup(self.steps_taken) for name, warmup in self.warmups.items()}
         self._set = {name: factors.get(name, 1.0) * now[name] for name in self._names}

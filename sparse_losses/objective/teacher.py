@@ -24,12 +24,7 @@ class BM25Teacher(nn.Module):
         document_frequency: Counts of the corpus' documents, on the encoder's own tokens.
         special_token_ids: Tokens that have no score and do not count in a length, such as
             ``tokenizer.all_special_ids``.
-        k1: Saturation of the term frequency, as in ``bm25_scores``.
-        b: Strength of the length normalisation, as in ``bm25_scores``.
-
-    Raises:
-        ValueError: for counts without documents, without their number of tokens, or without a token
-            that is not special; for ``k1`` or ``b`` outside its range.
+        k1, b: As in ``bm25_scores``.
 
     Shape:
         - Input: two mappings with ``input_ids`` and ``attention_mask``, ``[Q, S]`` of the queries,

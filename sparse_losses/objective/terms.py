@@ -54,7 +54,7 @@ class Term(nn.Module):
 
     token_ids: Tensor
 
-    def __init__(self, loss: nn.Module, compute: Any, ids: TokenIds = (), **settings: Any) -> None:
+    def __init__(self, loss: nn.Module, compute: Any, ids: Any = (), **settings: Any) -> None:
         super().__init__()
         if not isinstance(loss, nn.Module) or getattr(loss, "reduction", "mean") == "none":
             raise TypeError(f"expected a loss, a module that returns one number, got {loss!r}")
@@ -216,7 +216,7 @@ def _min_activation(term: Any, batch: SpladeBatch) -> Any:
 
 
 def self_reconstruction(side: Side, loss: Loss = None, *, special_token_ids: TokenIds = ()) -> Term:
-    """Self-reconstruction of one side; special tokens are for the default loss, which ignores them."""
+    """Self-reconstruction of one side; the default loss ignores special tokens."""
     made = loss or SelfReconstructionLoss(ignore_token_ids=special_token_ids)
     return Term(made, _self_reconstruction, side=side)
 
@@ -227,7 +227,7 @@ def _self_reconstruction(term: Any, batch: SpladeBatch) -> Any:
 
 
 def positive_activation(side: Side, loss: Loss = None, *, special_token_ids: TokenIds = ()) -> Term:
-    """A side's activations of the tokens of its partner; special tokens as above."""
+    """A side's activations of its partner's tokens; the default loss ignores special tokens."""
     made = loss or PositiveActivationLoss(ignore_token_ids=special_token_ids)
     return Term(made, _positive_activation, side=side)
 

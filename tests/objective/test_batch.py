@@ -77,7 +77,7 @@ def test_wrong_columns_are_errors(splade, change, message):
 
 
 def test_texts_need_an_encoder_that_tokenizes():
-    with pytest.raises(TypeError, match="`encoder.tokenize` for the texts of 'anchor'"):
+    with pytest.raises(TypeError, match=r"`encoder.tokenize` for the texts of 'anchor'"):
         SpladeBatch.from_columns(encoder, PAIRS)
 
 
@@ -102,8 +102,8 @@ def test_teacher_scores_all_candidates(splade, negative, others):
     torch.testing.assert_close(batch.teacher_scores, expected)
     torch.testing.assert_close(batch.teacher_anchor_scores, torch.eye(4).double())
     assert batch.teacher_candidates == "batch"
+    scored = {**PAIRS, "teacher_scores": torch.eye(4)}
     with pytest.raises(ValueError, match="no `teacher` beside `teacher_scores`"):
-        scored = {**PAIRS, "teacher_scores": torch.eye(4)}
         SpladeBatch.from_columns(splade, scored, teacher=overlap)
     with pytest.raises(TypeError, match=r"expected the teacher to return .*, got NoneType"):
         SpladeBatch.from_columns(splade, PAIRS, teacher=lambda query, document: None)

@@ -18,8 +18,6 @@ from sparse_losses.functional import (
     flops_loss,
     gradient_report,
     info_nce_loss,
-    language_penalty_loss,
-    margin_mse_loss,
     min_activation_loss,
     positive_activation_loss,
     ranknet_loss,
@@ -27,7 +25,18 @@ from sparse_losses.functional import (
     triplet_margin_loss,
 )
 from sparse_losses.objective import terms
-from tests.objective.making import BUILDERS, B, N, V, batch, objective
+from tests.objective.making import (
+    BUILDERS,
+    B,
+    N,
+    V,
+    alone,
+    batch,
+    cosines,
+    documents,
+    objective,
+    terms_of,
+)
 
 
 def change(b, function):
@@ -39,70 +48,11 @@ def change(b, function):
     return SpladeBatch(*sides, *b[3:])
 
 
-def unit(x):
-    return x / x.norm(dim=-1, keepdim=True).clamp(min=1e-300)
-
-
-def cosines(a, b):
-    return unit(a) @ unit(b).T
-
-
-def own_cosines(a, b):
-    """``[B, N]``: of each row with its own."""
-    return (unit(a)[:, None] * unit(b)).sum(-1)
-
-
-def documents(b):
-    if b.negative is None:
-        return b.positive
-    pairs = zip(b.positive[:3], b.negative[:3], strict=True)
-    return Texts(*(torch.cat([x, y.flatten(0, -2)]) for x, y in pairs))
-
-
-def by_functions(b):
-    """Every term by its own function, nothing shared."""
-    anchor, positive, negative = b[:3]
-    scores = cosines(anchor.activations, positive.activations)
-    if negative is not None:
-        score = cosines if negative.activations.ndim == 2 else own_cosines
-        scores = torch.cat([scores, score(anchor.activations, negative.activations)], 1)
-    expected = {
-        "info_nce": info_nce_loss(
-            anchor.activations,
-            positive.activations,
-            None if negative is None else negative.activations,
-            positive_ids=b.positive_ids,
-        ),
-        "distillation": distillation_loss(scores, b.teacher_scores),
-        "ranknet": ranknet_loss(scores, b.teacher_scores),
-        "context_distillation": distillation_loss(
-            cosines(anchor.activations, anchor.activations), b.teacher_anchor_scores
-        ),
-        "query_positive_activation": positive_activation_loss(anchor[0], *positive[1:3]),
-        "document_positive_activation": positive_activation_loss(positive[0], *anchor[1:3]),
-    }
-    for side, (x, ids, mask, _) in (("query", anchor), ("document", documents(b))):
-        expected[f"{side}_flops"] = flops_loss(x)
-        expected[f"{side}_min_activation"] = min_activation_loss(x, mask.sum(-1))
-        penalty = torch.arange(V, dtype=torch.float64) / V
-        expected[f"{side}_language_penalty"] = language_penalty_loss(x, penalty)
-        expected[f"{side}_self_reconstruction"] = self_reconstruction_loss(x, ids, mask)
-    if negative is not None and negative.activations.shape[:-1] != (N,):
-        vectors = anchor.activations, positive.activations, negative.activations
-        expected["triplet_margin"] = triplet_margin_loss(*vectors)
-        sides = []
-        for each in (scores, b.teacher_scores):
-            own = each[:, B:] if negative.activations.ndim == 3 else each[:, B:].diagonal()[:, None]
-            sides += [each[:, :B].diagonal(), own]
-        expected["margin_mse"] = margin_mse_loss(*sides)
-    return expected
-
-
 @pytest.mark.parametrize("negative", [None, "shared", "one", "own"])
 def test_the_total_is_the_weighted_sum_of_the_terms(negative):
     b = batch(negative, grad=True)
     with torch.no_grad():
-        expected = by_functions(b)
+        expected = {term: alone(term, b) for term in terms_of(b)}
     weights = {name: 0.5 + number for number, name in enumerate(expected)}
     total, values = objective(weights)(b)
     if negative == "own":  # which no term lacks
@@ -130,9 +80,8 @@ def test_functions_and_modules_of_the_user_are_terms():
     b = batch("own", grad=True)
     made = SpladeObjective({"mine": (2.0, by_hand), "learned": (0.5, Learned())})
     total, values = made(b)
-    scores = torch.cat(
-        [b.anchor[0] @ b.positive[0].T, (b.anchor[0][:, None] * b.negative[0]).sum(-1)], 1
-    )
+    own = (b.anchor[0][:, None] * b.negative[0]).sum(-1)
+    scores = torch.cat([b.anchor[0] @ b.positive[0].T, own], 1)
     torch.testing.assert_close(values["mine"], scores.square().mean())
     torch.testing.assert_close(values["learned"], 3 * documents(b).activations.mean())
     torch.testing.assert_close(total, 2 * values["mine"] + values["learned"] / 2)
@@ -188,7 +137,7 @@ def test_a_teacher_may_score_each_anchors_own_candidates(negative):
     teacher = torch.randn(B, 1 + (N if negative == "own" else 1), dtype=torch.float64)
     b = b._replace(teacher_scores=teacher)
     anchor, positive, vectors = (side.activations for side in b[:3])
-    student = own_cosines(anchor, torch.cat([positive[:, None], vectors.reshape(B, -1, V)], 1))
+    student = cosines(anchor, torch.cat([positive[:, None], vectors.reshape(B, -1, V)], 1))
     values = objective(dict.fromkeys(TAUGHT, 1.0), score_scale=3.0)(b).terms
     torch.testing.assert_close(values["distillation"], distillation_loss(3 * student, 3 * teacher))
     torch.testing.assert_close(values["ranknet"], ranknet_loss(3 * student, teacher))
@@ -209,7 +158,7 @@ def test_teacher_candidates_decide_between_batch_and_own():
     """As many candidates of each anchor's own as positives in the batch."""
     b = batch()._replace(negative=Texts(torch.rand(B, B - 1, V, dtype=torch.float64)))
     anchor, positive, negative = (side.activations for side in b[:3])
-    scores, own = cosines(anchor, positive), own_cosines(anchor, negative)
+    scores, own = cosines(anchor, positive), cosines(anchor, negative)
     own = torch.cat([scores.diagonal()[:, None], own], 1)
     made = objective({"distillation": 1.0})
     for name, student in (("batch", scores), ("own", own)):
@@ -288,15 +237,15 @@ def test_logits_reach_self_reconstruction_and_min_activation_alone():
 @pytest.mark.parametrize("negative", [None, "shared", "own"])
 def test_stopwords_are_hidden_from_info_nce_and_flops_alone(negative):
     b, stopwords = batch(negative), [3, 7, 11]
-    weights = dict.fromkeys(by_functions(b), 1.0)
+    weights = dict.fromkeys(terms_of(b), 1.0)
     shown = objective(weights)(b).terms
     hidden = objective(weights, stopword_ids=stopwords)(b).terms
     changed = {name for name in shown if not torch.equal(shown[name], hidden[name])}
     assert changed == {"info_nce", "query_flops", "document_flops"}
     seen = torch.ones(V, dtype=torch.float64).index_fill(0, torch.tensor(stopwords), 0.0)
-    expected = by_functions(change(b, lambda x: x * seen))
     for name in changed:
-        torch.testing.assert_close(hidden[name], expected[name])
+        expected = alone(name, change(b, lambda x: x * seen))
+        torch.testing.assert_close(hidden[name], expected)
 
 
 def test_special_tokens_do_not_count_as_a_texts_own():
@@ -334,7 +283,7 @@ def test_candidates_that_are_left_out_are_left_out_of_every_term_on_scores(negat
 
     scores = cosines(anchor, positive)
     if negative == "own":
-        far, own = own_cosines(anchor, vectors), mask[:, B:]
+        far, own = cosines(anchor, vectors), mask[:, B:]
         scores, taught = torch.cat([scores, far], dim=1), b.teacher_scores[:, B:]
     else:
         every = cosines(anchor, vectors)

@@ -11,7 +11,7 @@ import sparse_losses as sl
 from sparse_losses.functional import info_nce_from_scores
 from sparse_losses.objective import batch as batches
 from sparse_losses.objective import terms
-from tests.objective.making import ON_SCORES, B, V, batch, objective
+from tests.objective.making import CALLS, ON_SCORES, V, alone, batch, objective
 from tests.strategies import draw
 
 # Another value than the default for every hyperparameter of the losses.
@@ -43,64 +43,10 @@ OTHER = {
 SAME_VALUE = ("gather", "impl")  # on one rank
 
 
-def vectors(b):
-    return [side.activations for side in b[:3]]
-
-
-def scores_of(b):
-    x, y, z = (torch.nn.functional.normalize(t, dim=-1) for t in vectors(b))
-    return torch.cat([x @ y.T, (x[:, None] * z).sum(-1)], 1)
-
-
-def anchors(b):
-    x = torch.nn.functional.normalize(b.anchor.activations, dim=-1)
-    return x @ x.T
-
-
-def margins(scores):
-    return scores[:, :B].diagonal(), scores[:, B:]
-
-
-# The losses by term, and how they are called alone.
-ALONE = {
-    "info_nce": (sl.InfoNCELoss, lambda f, b: f(*vectors(b), positive_ids=b.positive_ids)),
-    "triplet_margin": (sl.TripletMarginLoss, lambda f, b: f(*vectors(b))),
-    "distillation": (sl.DistillationLoss, lambda f, b: f(scores_of(b), b.teacher_scores)),
-    "context_distillation": (
-        sl.DistillationLoss,
-        lambda f, b: f(anchors(b), b.teacher_anchor_scores),
-    ),
-    "margin_mse": (
-        sl.MarginMSELoss,
-        lambda f, b: f(*margins(scores_of(b)), *margins(b.teacher_scores)),
-    ),
-    "ranknet": (sl.RankNetLoss, lambda f, b: f(scores_of(b), b.teacher_scores)),
-    "query_flops": (sl.FlopsLoss, lambda f, b: f(b.anchor.activations)),
-    "document_flops": (
-        lambda **options: sl.IdfFlopsLoss(torch.ones(V, dtype=torch.float64), **options),
-        lambda f, b: f(torch.cat([b.positive.activations, b.negative.activations.flatten(0, 1)])),
-    ),
-    "query_min_activation": (
-        sl.MinActivationLoss,
-        lambda f, b: f(b.anchor.activations, b.anchor.attention_mask.sum(-1)),
-    ),
-    "query_language_penalty": (
-        lambda **options: sl.LanguagePenaltyLoss(torch.ones(V, dtype=torch.float64), **options),
-        lambda f, b: f(b.anchor.activations),
-    ),
-    "query_self_reconstruction": (sl.SelfReconstructionLoss, lambda f, b: f(*b.anchor[:3])),
-    "query_positive_activation": (
-        sl.PositiveActivationLoss,
-        lambda f, b: f(b.anchor.activations, *b.positive[1:3]),
-    ),
-}
-CLASSES = {"document_flops": sl.IdfFlopsLoss, "query_language_penalty": sl.LanguagePenaltyLoss}
-
-
 def options_of(term):
-    kind = CLASSES.get(term, ALONE[term][0])
-    names = {*inspect.signature(kind).parameters} - {"token_penalty"}
-    return sorted(name for name in names if (term, name) != ("info_nce", "reduction"))
+    make = CALLS[term][0]
+    names = inspect.signature(getattr(make, "func", make)).parameters
+    return sorted({*names} - {"token_penalty"} - ({"reduction"} if term == "info_nce" else set()))
 
 
 @pytest.fixture
@@ -125,20 +71,27 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("term", "option"), [(term, name) for term in ALONE for name in [None, *options_of(term)]]
+    ("term", "option"), [(term, name) for term in CALLS for name in [None, *options_of(term)]]
 )
 def test_every_option_of_every_loss_holds_inside_the_objective(term, option):
     torch.manual_seed(3)
-    b, (make, alone) = batch("own"), ALONE[term]
-    loss = make(**({} if option is None else {option: OTHER[option]}))
+    b, options = batch("own"), {} if option is None else {option: OTHER[option]}
+    loss = CALLS[term][0](**options)
     # Distillation needs the scores in InfoNCE's similarity, so that InfoNCE may share them.
     similarity = getattr(loss, "similarity", "cosine") if term == "info_nce" else "cosine"
     weights = {"info_nce": 1.0, "distillation": 1.0, term: 1.0}
-    made = objective(weights, {term: loss}, similarity=similarity)
-    value = made(b).terms[term]
-    torch.testing.assert_close(value, alone(loss, b))
+    value = objective(weights, {term: loss}, similarity=similarity)(b).terms[term]
+    torch.testing.assert_close(value, alone(term, b, **options))
     if option is not None and option not in SAME_VALUE:
-        assert abs(value - alone(make(), b)) > 1e-6 * abs(value)
+        assert abs(value - alone(term, b)) > 1e-6 * abs(value)
+
+
+def test_idf_flops_keeps_its_options():
+    b, penalty = batch("own"), torch.rand(V, dtype=torch.float64)
+    for options in ({}, {"beta": 0.9}, {"estimator": "unbiased"}, {"threshold": 23.0}):
+        loss = sl.IdfFlopsLoss(penalty, **options)
+        value = objective({"query_flops": 1.0}, {"flops": loss})(b).total
+        torch.testing.assert_close(value, loss(b.anchor.activations))
 
 
 def test_scores_are_computed_once_and_not_kept(calls):
@@ -179,8 +132,7 @@ def test_a_module_that_runs_other_code_is_called(make, calls):
     b = batch("own")
     value = objective({"info_nce": 1.0, "distillation": 1.0}, {"info_nce": make()})(b).terms
     factor = 1 if make is sl.InfoNCELoss else 2
-    expected = sl.InfoNCELoss()(*vectors(b), positive_ids=b.positive_ids)
-    torch.testing.assert_close(value["info_nce"], factor * expected)
+    torch.testing.assert_close(value["info_nce"], factor * alone("info_nce", b))
     assert calls["info_nce_from_scores"] == (factor == 1)
 
 
@@ -209,8 +161,7 @@ def test_an_option_that_is_new_switches_sharing_off(calls):
 def test_scores_in_another_similarity_are_not_shared(calls):
     b = batch("own")
     made = objective({"info_nce": 1.0, "distillation": 1.0}, similarity="dot")
-    expected = sl.InfoNCELoss()(*vectors(b), positive_ids=b.positive_ids)
-    torch.testing.assert_close(made(b).terms["info_nce"], expected)
+    torch.testing.assert_close(made(b).terms["info_nce"], alone("info_nce", b))
     assert (calls["score"], calls["info_nce_from_scores"]) == (1, 0)
 
 
