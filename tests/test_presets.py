@@ -74,43 +74,35 @@ def test_totals_are_those_of_the_loss_functions(preset):
     ids = {"special_token_ids": SPECIAL, "stopword_ids": STOPWORDS}
     objective = preset.objective(idf=IDF, allowed_token_ids=ALLOWED, **ids)
     (schedule,) = preset.schedules(objective, steps_per_epoch=2)
-    query, document, negative = texts(), texts(), texts()
-    scores = torch.randn(4, 8, dtype=torch.float64)
-    anchors = torch.randn(4, 4, dtype=torch.float64)
-    batch = sl.SpladeBatch(query, document, negative, None, scores, anchors)
-    unit = [torch.nn.functional.normalize(side.activations, dim=1) for side in batch[:3]]
+    query, document, negative = sides = texts(), texts(), texts()
+    vectors = [side.activations for side in sides]
+    scores, anchors = torch.randn(4, 12, dtype=torch.float64).split([8, 4], 1)
+    batch = sl.SpladeBatch(*sides, teacher_scores=scores, teacher_anchor_scores=anchors)
+    x, *keys = (torch.nn.functional.normalize(side, dim=1) for side in vectors)
+    flops, ignored = F.flops_loss(vectors[0]), {"ignore_token_ids": SPECIAL}
     if preset.idf_alpha is not None:
         options = {"stopword_ids": STOPWORDS, "stopword_penalty": preset.stopword_penalty}
         if preset.special_penalty is not None:
             options |= {"special_token_ids": SPECIAL, "special_penalty": preset.special_penalty}
         penalty = F.idf_penalty(IDF, alpha=preset.idf_alpha, **options)
-        flops = F.idf_flops_loss(query.activations, penalty, beta=preset.beta)
-    else:
-        flops = F.flops_loss(query.activations)
-    ignored = {"ignore_token_ids": SPECIAL}
+        flops = F.idf_flops_loss(vectors[0], penalty, beta=preset.beta)
     foreign = F.language_penalty(V, ALLOWED, special_token_ids=SPECIAL, penalty=100.0)
-    counts = (query.input_ids > 1).sum(1)
+    own = (query.input_ids > 1).sum(1)
+    taught = {name: getattr(preset, name) or 0.0 for name in ("alpha_kl", "alpha_mse")}
+    taught |= {"temperature": preset.distillation_temperature or 1.0}
+    least = {"top_k": preset.top_k or 1, "threshold": preset.threshold or 0.0}
     values = {
         "query_self_reconstruction": F.self_reconstruction_loss(*query[:3], **ignored),
         "query_positive_activation": F.positive_activation_loss(
             query[0], *document[1:3], **ignored
         ),
         "query_flops": flops,
-        "query_language_penalty": F.language_penalty_loss(query.activations, foreign),
+        "query_language_penalty": F.language_penalty_loss(vectors[0], foreign),
+        "query_min_activation": F.min_activation_loss(vectors[0], own, **least),
+        "triplet_margin": F.triplet_margin_loss(*vectors, margin=preset.margin or 0.0),
+        "distillation": F.distillation_loss(x @ torch.cat(keys).T, scores, **taught),
+        "context_distillation": F.distillation_loss(x @ x.T, anchors, **taught),
     }
-    if preset.top_k is not None:
-        options = {"top_k": preset.top_k, "threshold": preset.threshold}
-        values["query_min_activation"] = F.min_activation_loss(query[0], counts, **options)
-    vectors = [side.activations for side in batch[:3]]
-    if preset.margin is not None:
-        values["triplet_margin"] = F.triplet_margin_loss(*vectors, margin=preset.margin)
-    if preset.alpha_kl is not None:
-        options = {"alpha_kl": preset.alpha_kl, "alpha_mse": preset.alpha_mse}
-        options |= {"temperature": preset.distillation_temperature}
-        student = unit[0] @ torch.cat(unit[1:]).T
-        values["distillation"] = F.distillation_loss(student, scores, **options)
-        own = unit[0] @ unit[0].T
-        values["context_distillation"] = F.distillation_loss(own, anchors, **options)
     for epoch in range(1, 28):
         weights, temperature = dict(preset.weights), preset.temperature
         if preset.curriculum is not None:

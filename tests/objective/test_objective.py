@@ -9,6 +9,7 @@ from sparse_losses import (
     FlopsLoss,
     InfoNCELoss,
     MinActivationLoss,
+    RankNetLoss,
     SpladeBatch,
     SpladeObjective,
     Texts,
@@ -18,6 +19,7 @@ from sparse_losses.functional import (
     flops_loss,
     gradient_report,
     info_nce_loss,
+    margin_mse_loss,
     min_activation_loss,
     positive_activation_loss,
     ranknet_loss,
@@ -34,8 +36,11 @@ from tests.objective.making import (
     batch,
     cosines,
     documents,
+    margins,
     objective,
+    scores,
     terms_of,
+    vectors,
 )
 
 
@@ -117,15 +122,12 @@ def test_distillation_compares_scaled_scores(similarity, teacher_scale):
     names = ("distillation", "context_distillation", "ranknet")
     values = objective(dict.fromkeys(names, 1.0), **scales)(b).terms
     x, y = b.anchor.activations, b.positive.activations
-    for name, other, teacher in zip(
-        names, (y, x, y), (b.teacher_scores, b.teacher_anchor_scores, b.teacher_scores), strict=True
-    ):
-        scores = x @ other.T if similarity == "dot" else cosines(x, other)
-        if name == "ranknet":
-            expected = ranknet_loss(20 * scores, teacher)
-        else:
-            expected = distillation_loss(20 * scores, (teacher_scale or 20) * teacher)
-        torch.testing.assert_close(values[name], expected)
+    score = cosines if similarity == "cosine" else lambda a, b: a @ b.T
+    to_teacher = teacher_scale or 20
+    anchors = distillation_loss(20 * score(x, x), to_teacher * b.teacher_anchor_scores)
+    expected = distillation_loss(20 * score(x, y), to_teacher * b.teacher_scores), anchors
+    expected = *expected, ranknet_loss(20 * score(x, y), b.teacher_scores)
+    torch.testing.assert_close(values, dict(zip(names, expected, strict=True)))
 
 
 TAUGHT = ("distillation", "ranknet", "margin_mse")
@@ -275,34 +277,24 @@ def test_candidates_that_are_left_out_are_left_out_of_every_term_on_scores(negat
     weights = dict.fromkeys(("info_nce", "triplet_margin", *TAUGHT), 1.0)
     b = batch(negative)._replace(positive_ids=None)
     mask = torch.ones(B, b.teacher_scores.shape[1])
-    mask[2, 3] = mask[0, B] = mask[1, B + 1] = mask[4, -1] = 0
+    mask[2, 3] = mask[0, B] = mask[1, B + 1] = mask[4, -1] = mask[3, 3] = 0
     values = objective(weights)(b._replace(candidate_mask=mask)).terms
-    anchor, positive, vectors = (side.activations for side in b[:3])
-    expected = info_nce_loss(anchor, positive, vectors, candidate_mask=mask)
-    torch.testing.assert_close(values["info_nce"], expected)
-
-    scores = cosines(anchor, positive)
-    if negative == "own":
-        far, own = cosines(anchor, vectors), mask[:, B:]
-        scores, taught = torch.cat([scores, far], dim=1), b.teacher_scores[:, B:]
-    else:
-        every = cosines(anchor, vectors)
-        far, own = every.diagonal()[:, None], mask[:, B:].diagonal()[:, None]
-        scores = torch.cat([scores, every], dim=1)
-        taught = b.teacher_scores[:, B:].diagonal()[:, None]
-        vectors = vectors[:, None]
-    expected = triplet_margin_loss(anchor, positive, vectors, candidate_mask=own)
-    torch.testing.assert_close(values["triplet_margin"], expected)
-    assert expected > 0
-    for name, loss in (("distillation", distillation_loss), ("ranknet", ranknet_loss)):
-        expected = loss(scores, b.teacher_scores, candidate_mask=mask)
-        torch.testing.assert_close(values[name], expected)
-    near, teacher = (s[:, :B].diagonal() for s in (scores, b.teacher_scores))
-    is_there = (own != 0) & (taught != -torch.inf) & (teacher != -torch.inf)[:, None]
-    errors = (near[:, None] - far - teacher[:, None] + taught).square()
-    pairs = zip(errors, is_there, strict=True)
-    rows = [error[there].mean() for error, there in pairs if any(there)]
-    torch.testing.assert_close(values["margin_mse"], torch.stack(rows).mean())
+    student, options = scores(b), {"candidate_mask": mask}
+    anchor, positive, others = vectors(b)
+    near, far = margins(mask, b)
+    sides = *margins(student, b), *margins(b.teacher_scores, b)
+    alone = {"candidate_mask": far * near[:, None]}
+    own = others if others.ndim == 3 else others[:, None]
+    expected = {
+        "info_nce": info_nce_loss(anchor, positive, others, **options),
+        "triplet_margin": triplet_margin_loss(anchor, positive, own, **alone),
+        "distillation": distillation_loss(student, b.teacher_scores, **options),
+        "ranknet": ranknet_loss(student, b.teacher_scores, **options),
+        "margin_mse": margin_mse_loss(*sides, **alone),
+    }
+    torch.testing.assert_close(values, expected)
+    without = objective(weights)(b).terms
+    assert all(value != without[name] for name, value in values.items())
 
 
 @pytest.mark.parametrize("term", ["triplet_margin", "distillation", "info_nce"])
@@ -339,45 +331,25 @@ def test_a_missing_input_is_named_with_the_term(term, side, change, message):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("pair", "message"),
     [
-        (lambda: {"info_nce": torch.ones(3)}, r"0-d, got \[3\]"),
-        (lambda: {"info_nce": math.nan}, r"weights\['info_nce'\]` to be"),
-        (lambda: {"info_nce": (1.0, 2.0)}, r"weights\['info_nce'\]` to be"),
+        (1.0, r"'x' as \(weight, function\), got 1.0"),
+        ((1.0, "x"), r"as \(weight, function\), got \(1.0, 'x'\)"),
+        ((torch.ones(3), len), r"0-d, got \[3\]"),
+        ((math.nan, len), r"weights\['x'\]` to be"),
+        ((1.0, lambda b: b.anchor[0].sum(1)), r"the term 'x': expected a 0-d tensor, got .*\[5\]"),
+        (lambda: terms.flops("both"), "`side` to be one of"),
+        (lambda: terms.info_nce(InfoNCELoss), "a module that returns one number"),
+        (lambda: terms.ranknet(RankNetLoss(reduction="none")), "one number, got RankNetLoss"),
+        (lambda: terms.flops("query", stopword_ids=["a"]), "to be integers, got 'a'"),
     ],
 )
-def test_wrong_weights_are_errors(make, message):
+def test_wrong_terms_are_errors(pair, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        objective(make())
+        SpladeObjective({"x": pair() if callable(pair) else pair})(batch())
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: {"info_nce": 1.0}, r"'info_nce' as \(weight, function\), got 1.0"),
-        (lambda: {"info_nce": (1.0, "x")}, r"as \(weight, function\), got \(1.0, 'x'\)"),
-        (lambda: {"x": (1.0, terms.flops("both"))}, "`side` to be one of"),
-        (lambda: {"x": (1.0, terms.info_nce(InfoNCELoss))}, "a module that returns one number"),
-        (
-            lambda: {
-                "x": (1.0, terms.min_activation("query", MinActivationLoss(reduction="none")))
-            },
-            "one number, got MinActivationLoss",
-        ),
-        (lambda: {"x": (1.0, terms.flops("query", stopword_ids=["a"]))}, "to be integers, got 'a'"),
-    ],
-)
-def test_wrong_terms_are_errors(make, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        SpladeObjective(make())
-
-
-def test_a_term_that_returns_rows_is_an_error():
-    made = SpladeObjective({"rows": (1.0, lambda b: b.anchor.activations.sum(1))})
-    with pytest.raises(TypeError, match=r"the term 'rows': expected a 0-d tensor, got .*\[5\]"):
-        made(batch())
-
-
+ALL_SHAPES = rf"\[{B}, {B + N}\] .* or \[{B}, {B}\] .* or \[{B}, {1 + N}\] .*got \[{B}, 2\]"
 SHORT_MASK = Texts(torch.rand(B, V), torch.zeros(B, 4, dtype=torch.int64), torch.ones(B, 1))
 
 
@@ -389,12 +361,7 @@ SHORT_MASK = Texts(torch.rand(B, V), torch.zeros(B, 4, dtype=torch.int64), torch
         ("query_min_activation", "own", {"anchor": SHORT_MASK}, "`anchor.attention_mask`"),
         ("margin_mse", "shared", {}, rf"own negatives, got \[{N}, {V}\]"),
         ("triplet_margin", "shared", {}, r"'triplet_margin'.*`negative`"),
-        (
-            "distillation",
-            "own",
-            {"teacher_scores": torch.randn(B, 2)},
-            rf"\[{B}, {B + N}\] .* or \[{B}, {B}\] .* or \[{B}, {1 + N}\] .*got \[{B}, 2\]",
-        ),
+        ("distillation", "own", {"teacher_scores": torch.randn(B, 2)}, ALL_SHAPES),
         ("context_distillation", None, {"teacher_anchor_scores": torch.ones(B)}, r"\[B, .\], got"),
         ("info_nce", None, {"positive_ids": torch.zeros(B + 1).long()}, "`positive_ids`"),
         ("info_nce", None, {"positive_ids": torch.zeros(B)}, "`positive_ids` to be integers"),
@@ -407,11 +374,10 @@ SHORT_MASK = Texts(torch.rand(B, V), torch.zeros(B, 4, dtype=torch.int64), torch
     ],
 )
 def test_a_batch_that_does_not_fit_is_an_error(term, negative, change, message):
-    for more in ({}, {"context_distillation": 1.0, "distillation": 1.0}):  # sharing scores
+    for more in ({}, {"distillation": 1.0}):  # InfoNCE then shares the scores
+        made = objective({term: 1.0, **more} if term == "info_nce" else {term: 1.0})
         with pytest.raises((ValueError, TypeError), match=message):
-            objective({term: 1.0, **more} if term == "info_nce" else {term: 1.0})(
-                batch(negative)._replace(**change)
-            )
+            made(batch(negative)._replace(**change))
 
 
 def test_a_raw_tensor_is_an_error_that_names_the_texts():
