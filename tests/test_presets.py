@@ -74,7 +74,7 @@ def test_totals_are_those_of_the_loss_functions(preset):
     ids = {"special_token_ids": SPECIAL, "stopword_ids": STOPWORDS}
     objective = preset.objective(idf=IDF, allowed_token_ids=ALLOWED, **ids)
     (schedule,) = preset.schedules(objective, steps_per_epoch=2)
-    query, document, negative = sides = texts(), texts(), texts()
+    query, document, _ = sides = texts(), texts(), texts()
     vectors = [side.activations for side in sides]
     scores, anchors = torch.randn(4, 12, dtype=torch.float64).split([8, 4], 1)
     batch = sl.SpladeBatch(*sides, teacher_scores=scores, teacher_anchor_scores=anchors)

@@ -81,7 +81,7 @@ class SpladeBatch(NamedTuple):
     teacher_candidates: Literal["own", "batch"] | None = None
     candidate_mask: Tensor | None = None
     gather: bool = False
-    memory: dict[str, Any] | None = None
+    memory: dict[object, Any] | None = None
 
     def texts(self, side: str) -> Texts:
         """Return the anchors for ``"query"``, positives and then negatives for ``"document"``."""
@@ -98,15 +98,11 @@ class SpladeBatch(NamedTuple):
 
         With ``gather`` these are of all ranks. The terms of one call compute them once.
         """
-        key, memory = f"{similarity} {gather}", {} if self.memory is None else self.memory
-        if key not in memory:
+        memory = {} if self.memory is None else self.memory
+        if (key := (similarity, gather)) not in memory:
             x, *documents = (texts.activations for texts in self[:3] if texts is not None)
             memory[key] = score(x, *documents, similarity=similarity, gather=gather)
         return memory[key]  # type: ignore[no-any-return]
-
-    def has_scores(self, similarity: Similarity) -> bool:
-        """Whether a term of this call has computed the scores."""
-        return f"{similarity} {False}" in (self.memory or {})
 
     @classmethod
     def from_columns(
@@ -191,7 +187,7 @@ def check_batch(batch: object) -> None:
         kind = type(batch).__name__
         raise TypeError(f"expected `batch` to be a SpladeBatch, {expected}, got {kind}")
     shapes: dict[str, tuple[Tensor | None, str]] = {}
-    for side, texts, rows, length in zip(batch._fields, batch, "BBN", "STU", strict=False):
+    for side, texts, rows, length in zip(batch._fields[:3], batch[:3], "BBN", "STU", strict=True):
         if side == "negative" and getattr(getattr(texts, "activations", None), "ndim", 0) == 3:
             rows = "B N"
         if isinstance(texts, Texts):

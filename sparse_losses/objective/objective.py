@@ -151,6 +151,7 @@ def _named(batch: object) -> dict[str, Tensor]:
         return {}
     named: dict[str, object] = dict(zip(SpladeBatch._fields, batch, strict=True))
     for side, part in zip(SpladeBatch._fields, batch, strict=True):
-        fields = zip(Texts._fields, part if isinstance(part, Texts) else (), strict=False)
-        named |= {f"{side}.{field}": x for field, x in fields}
+        if isinstance(part, Texts):
+            for field, x in zip(Texts._fields, part, strict=True):
+                named[f"{side}.{field}"] = x
     return {name: x for name, x in named.items() if isinstance(x, Tensor)}

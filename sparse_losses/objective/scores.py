@@ -24,17 +24,18 @@ def told_scores(loss: nn.Module, batch: SpladeBatch) -> dict[str, Any] | None:
     They are None if no term has computed the scores, or if nothing equals it: every hyperparameter
     that it does not know, but the similarity, must be at its default, and no other code may run.
     """
-    hooks = loss._forward_hooks, loss._forward_pre_hooks, loss._backward_hooks
-    runs_more = any(map(len, (*hooks, loss._backward_pre_hooks))) or "forward" in vars(loss)
-    if type(loss) is not InfoNCELoss or runs_more or batch.gather:
+    hooks = loss._forward_hooks or loss._forward_pre_hooks
+    hooks = hooks or loss._backward_hooks or loss._backward_pre_hooks
+    if type(loss) is not InfoNCELoss or hooks or "forward" in loss.__dict__ or batch.gather:
         return None
     settings = loss.hyperparameters()
     similarity = settings.pop("similarity")
     told = {name: value for name, value in settings.items() if name in FROM_SCORES}
-    for name in settings.keys() - told.keys():
-        if isinstance(settings[name], Tensor) or settings[name] != DEFAULTS.get(name, loss):
+    for name, value in settings.items():
+        is_tensor = isinstance(value, Tensor)  # which no default is
+        if name not in told and (is_tensor or value != DEFAULTS.get(name, loss)):
             return None
-    if not batch.has_scores(similarity):
+    if (similarity, False) not in (batch.memory or {}):
         return None
     scores, ids, mask = batch.scores(similarity), batch.positive_ids, _candidate_mask(batch)
     own = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
@@ -56,21 +57,19 @@ def taught(batch: SpladeBatch, similarity: Similarity) -> tuple[Tensor, Tensor, 
     size, wanted, shapes = len(scores), batch.teacher_candidates, {"all": (*scores.shape,)}
     check_choice("batch.teacher_candidates", wanted, ("own", "batch", None))
     if (negative := batch.negative) is not None:
-        shapes |= {} if gather else {"positives": (size, size)}
-        if (*negative.activations.shape[:-1], 1)[0] == size:
-            shapes["own"] = size, 1 + (*negative.activations.shape[1:-1], 1)[0]
-    known = {
-        name: x
-        for name, x in shapes.items()
-        if wanted in (None, "own" if name == "own" else "batch")
-    }
-    fitting = [name for name, shape in known.items() if shape == teacher.shape]
+        if not gather:
+            shapes["positives"] = size, size
+        if len(own := negative.activations) == size:
+            shapes["own"] = size, 1 + (own.shape[1] if own.ndim == 3 else 1)
+    if wanted is not None:
+        shapes = {name: x for name, x in shapes.items() if (name == "own") == (wanted == "own")}
+    fitting = [name for name, shape in shapes.items() if shape == teacher.shape]
     if fitting in ([], ["positives", "own"]):
-        either = " or ".join(f"{list(shape)} ({name})" for name, shape in known.items())
+        either = " or ".join(f"{list(shape)} ({name})" for name, shape in shapes.items())
         raise ValueError(
-            f"expected `batch.teacher_scores` of shape {either or '[B, 1 + N] (own)'}, and "
-            f'`batch.teacher_candidates` to be "batch" or "own" where two fit, got '
-            f"{list(teacher.shape)} and {wanted!r}"
+            f"expected `batch.teacher_scores` of shape {either or '[B, 1 + N] (own)'}, and `batch."
+            f'teacher_candidates` to be "batch" or "own" where two fit, got {list(teacher.shape)} '
+            f"and {wanted!r}"
         )
 
     def select(x: Tensor) -> Tensor:

@@ -73,7 +73,8 @@ class Term(nn.Module):
     def call(self, batch: SpladeBatch, *tensors: Tensor | None, **masks: Tensor | None) -> Tensor:
         """Call the loss, of all ranks' texts if the batch says so; a mask may be None."""
         options: dict[str, Any] = {name: mask for name, mask in masks.items() if mask is not None}
-        options |= {"gather": True} if batch.gather else {}
+        if batch.gather:
+            options["gather"] = True
         return self.loss(*tensors, **options)  # type: ignore[no-any-return]
 
     def shown(self, activations: Tensor) -> Tensor:
