@@ -31,15 +31,13 @@ from sparse_losses.losses.self_reconstruction import (
 )
 from sparse_losses.losses.triplet_margin import TripletMarginLoss, triplet_margin_loss
 from sparse_losses.metrics import context_overlap, recall_at_k
-from sparse_losses.objective.advice import Finding, advise
 from sparse_losses.objective.batch import SpladeBatch, Texts
-from sparse_losses.objective.controller import CollapseError, SparsityController
 from sparse_losses.objective.diagnostics import Diagnostics, Report
 from sparse_losses.objective.gradient_report import GradientReport, gradient_report
 from sparse_losses.objective.objective import ObjectiveOutput, SpladeObjective
 from sparse_losses.objective.schedules import Curriculum, Phase, TrainingSchedule, Warmup
 from sparse_losses.objective.teacher import BM25Teacher
-from sparse_losses.presets import COSINE, RECOMMENDED, V22, V23, V25, V26, V28, Preset
+from sparse_losses.presets import RECOMMENDED, V22, V23, V25, V26, V28, Preset
 from sparse_losses.queue import LabelQueue
 from sparse_losses.representation.calibration import calibrate, calibrate_threshold
 from sparse_losses.representation.encoder import SpladeEncoder
@@ -57,7 +55,6 @@ from sparse_losses.vocabulary.penalties import idf_penalty, language_penalty
 __version__ = "0.1.0"
 
 __all__ = [
-    "COSINE",
     "RECOMMENDED",
     "V22",
     "V23",
@@ -66,13 +63,11 @@ __all__ = [
     "V28",
     "ActivationFrequency",
     "BM25Teacher",
-    "CollapseError",
     "ContextGate",
     "Curriculum",
     "Diagnostics",
     "DistillationLoss",
     "DocumentFrequency",
-    "Finding",
     "FlopsLoss",
     "GradientReport",
     "IdfFlopsLoss",
@@ -92,7 +87,6 @@ __all__ = [
     "RankNetLoss",
     "Report",
     "SelfReconstructionLoss",
-    "SparsityController",
     "SpladeBatch",
     "SpladeEncoder",
     "SpladeHead",
@@ -103,7 +97,6 @@ __all__ = [
     "TripletMarginLoss",
     "Warmup",
     "__version__",
-    "advise",
     "bm25_scores",
     "calibrate",
     "calibrate_threshold",

@@ -8,8 +8,8 @@ the gradient of one process with the whole batch.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -125,6 +125,19 @@ def agree_across_ranks(call: str, gather: object, *data: Tensor | None, **values
         width = max([4, *(x.element_size() for x in present if x.is_floating_point())])
         _check_agreement(call, present[0].device, {**values, "precision, in bytes,": width})
     return True
+
+
+def refuse_across_ranks(
+    call: str, gather: object, arguments: Iterable[object], error: Exception
+) -> None:
+    """Tell the ranks that wait in ``agree_across_ranks`` why this rank has refused its arguments.
+
+    They raise an error that repeats this one, which is the caller's to raise.
+    """
+    tensors = [x for x in arguments if isinstance(x, Tensor)] or [torch.empty(0)]
+    with suppress(ValueError, RuntimeError):  # what the others did wrong, or that they have left
+        refusal = {REFUSAL: f"{type(error).__name__}: {error}"}
+        agree_across_ranks(call, gather is True, *tensors, **refusal)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from sparse_losses.losses.ranknet import ranknet_loss
 from sparse_losses.losses.self_reconstruction import self_reconstruction_loss
 from sparse_losses.losses.triplet_margin import triplet_margin_loss
 from sparse_losses.metrics import context_overlap, recall_at_k
-from sparse_losses.objective.advice import advise
 from sparse_losses.objective.gradient_report import gradient_report
 from sparse_losses.queue import LabelQueue
 from sparse_losses.representation.calibration import calibrate, calibrate_threshold
@@ -31,7 +30,6 @@ from sparse_losses.vocabulary.penalties import idf_penalty, language_penalty
 __all__ = [
     "DocumentFrequency",
     "LabelQueue",
-    "advise",
     "bm25_scores",
     "calibrate",
     "calibrate_threshold",

@@ -318,14 +318,28 @@ OWN_NEGATIVES = {"triplet_margin": 0.9, "margin_mse": 0.35}
 
 
 def _objective_of(
-    query, document, document_ids, document_mask, teacher, context, penalty, negative=None, **impl
+    query, document, document_ids, document_mask, teacher, context, penalty, negative=None
 ) -> torch.Tensor:
     """Every term at once, as a function of tensors."""
     import sparse_losses as s
+    from sparse_losses.objective import terms
 
+    penalised = terms.language_penalty("document", s.LanguagePenaltyLoss(penalty))
+    built = {
+        "info_nce": terms.info_nce(),
+        "distillation": terms.distillation(),
+        "context_distillation": terms.context_distillation(),
+        "query_flops": terms.flops("query"),
+        "document_flops": terms.flops("document"),
+        "query_min_activation": terms.min_activation("query"),
+        "document_self_reconstruction": terms.self_reconstruction("document"),
+        "query_positive_activation": terms.positive_activation("query"),
+        "document_language_penalty": penalised,
+        "triplet_margin": terms.triplet_margin(),
+        "margin_mse": terms.margin_mse(),
+    }
     weights = OBJECTIVE | (OWN_NEGATIVES if negative is not None else {})
-    language_penalty = s.LanguagePenaltyLoss(penalty)
-    objective = s.SpladeObjective(weights, language_penalty=language_penalty, **impl)
+    objective = s.SpladeObjective({name: (weights[name], built[name]) for name in weights})
     own = None
     if negative is not None:  # its tokens are the positives' here: [B, 1, S]
         shape = (-1, negative.shape[1], -1)
@@ -432,7 +446,6 @@ LAYERS = {
                 "penalty": "V",
                 "negative": "B N V, grad",
             },
-            implementations=("auto",),
             layer_oracle=_objective_oracle,
             call=_objective_of,
         ),

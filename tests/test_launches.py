@@ -15,6 +15,7 @@ from benchmarks.losses import NAMES, cases
 from benchmarks.run.launches import Launches, training_launches
 from benchmarks.schema import Maker
 from sparse_losses.fast import head_tiles
+from sparse_losses.objective import terms
 
 LAYERS = ("splade_head", "end_to_end", "objective")  # they have bounds of their own
 NO_MORE_THAN_PLAIN = ("info_nce", "nws", "flops", "idf_flops")
@@ -98,13 +99,7 @@ def test_frozen_hidden_states_take_no_memory_for_a_gradient():
 
 
 def plain_recommended(query, document, teacher, query_ids, document_ids, penalty):
-    scores = query @ document.T
-    return (
-        losses.info_nce.plain(query, document, temperature=1.0, similarity="dot")
-        + losses.distillation.plain(scores, teacher, temperature=1.0, alpha_kl=0.0, alpha_mse=1.0)
-        + losses.flops.plain(query)
-        + losses.flops.plain(document)
-    )
+    return losses.info_nce.plain(query, document, temperature=1.0, similarity="dot")
 
 
 def plain_v26(query, document, teacher, query_ids, document_ids, penalty):
@@ -132,32 +127,27 @@ def test_objective_launches_at_most_1_4_times_its_plain_formulas(preset, plain):
         return objective(sl.SpladeBatch(*texts, teacher_scores=teacher)).total
 
     inputs = meta(B, V), meta(B, V), meta(B, B).detach(), text(B), text(B), meta(V).detach()
-    assert (
-        0 < training_launches(total, *inputs).count <= 1.4 * training_launches(plain, *inputs).count
-    )
+    bound = 1.4 * training_launches(plain, *inputs).count
+    # InfoNCE of dot products makes 24 launches by itself, to cross-entropy's 11.
+    assert 0 < training_launches(total, *inputs).count <= max(bound, 26)
 
 
 class Step:
-    """A training step with every term, NWS with a queue, diagnostics and a controller."""
+    """A training step with every term, NWS with a queue, and diagnostics."""
 
     def __init__(self) -> None:
-        token_losses = ("flops", "min_activation", "language_penalty", "self_reconstruction")
-        weights = {"info_nce": 1.0, "triplet_margin": 0.1, "margin_mse": 0.1}
-        weights |= {"ranknet": 0.1, "distillation": 0.1, "context_distillation": 0.1}
-        weights |= {
-            f"{side}_{loss}": 0.01
-            for side in ("query", "document")
-            for loss in (*token_losses, "positive_activation")
-        }
-        self.objective = sl.SpladeObjective(
-            weights,
-            language_penalty=sl.LanguagePenaltyLoss(torch.ones(V)),
-            special_token_ids=[0, 1],
-            stopword_ids=[2],
-        ).to("meta")
+        on_scores = ("info_nce", "triplet_margin", "distillation", "context_distillation")
+        built = {name: getattr(terms, name)() for name in (*on_scores, "margin_mse", "ranknet")}
+        penalty, ids = sl.LanguagePenaltyLoss(torch.ones(V)), {"special_token_ids": [0, 1]}
+        for side in ("query", "document"):
+            built[f"{side}_flops"] = terms.flops(side, stopword_ids=[2])
+            built[f"{side}_language_penalty"] = terms.language_penalty(side, penalty)
+            for name in ("min_activation", "self_reconstruction", "positive_activation"):
+                built[f"{side}_{name}"] = getattr(terms, name)(side, **ids)
         filtered = sl.InfoNCELoss(false_negative_margin=0.1, false_negative_ratio=0.9)
-        self.filtered = sl.SpladeObjective({"info_nce": 1.0}, info_nce=filtered).to("meta")
-        self.controller = sl.SparsityController(self.objective, target_active=8)
+        built["filtered"] = terms.info_nce(filtered, stopword_ids=[2])
+        weighted = {name: (1.0, term) for name, term in built.items()}
+        self.objective = sl.SpladeObjective(weighted).to("meta")
         self.diagnostics = sl.Diagnostics(V, stopword_ids=[2])
         self.nws = sl.NWSLoss(torch.eye(5)).to("meta")
         self.queue = sl.LabelQueue(8, V, 5).to("meta")
@@ -182,14 +172,12 @@ class Step:
         queued = {"queue": self.queue.features.clone(), "queue_labels": self.queue.labels.clone()}
         nws = self.nws(query.activations, labels, prototype, queue_mask=self.queue.mask, **queued)
         self.queue.enqueue(query.activations, labels)
-        self.controller.observe(document.activations)
-        left_out = self.filtered.false_negatives(batch)
-        self.diagnostics.update(positive, other_side=query, false_negatives=left_out)
+        self.diagnostics.update(positive, other_side=query, training=True)
         return self.objective(batch).total + nws
 
 
 def test_training_step_reads_no_value():
-    """What is read, ``Diagnostics.report_later`` and ``controller.step``, goes by ``HostCopy``."""
+    """What is read, ``Diagnostics.report_later``, goes by ``HostCopy``."""
     hidden = [meta(rows, S, H) for rows in (B, 2 * B)]
     counted = training_launches(Step(), hidden, meta(V, H), meta(5, V))
     assert counted.count > 200

@@ -431,9 +431,6 @@ class InfoNCELoss(LossModule):
 
     temperature: float | Tensor
     negatives_from: NegativesFrom
-    # `SpladeObjective` may compute this loss from scores shared between terms. A subclass may
-    # compute something else, so it does not inherit this and has to set it itself.
-    takes_scores = True
 
     def __init__(
         self,
@@ -550,12 +547,18 @@ def false_negative_mask(
     return ~(scores > limit[:, None]) | positive_mask
 
 
-@loss(scores="B C", positive_mask="B C, mask", candidate_mask="B C, mask, optional")
+@loss(
+    scores="B C",
+    positive_mask="B C, mask",
+    candidate_mask="B C, mask, optional",
+    temperature="> 0, learnable",
+)
 def info_nce_from_scores(
     scores: Tensor,
     positive_mask: Tensor,
-    candidate_mask: Tensor | None = None,
     *,
+    candidate_mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     decoupled: bool = False,
     gather: bool = False,
     reduction: Reduction = "mean",
@@ -574,6 +577,7 @@ def info_nce_from_scores(
         scores: ``[B, C]`` floating.
         positive_mask: ``[B, C]`` bool, int or float 0/1.
         candidate_mask: ``[B, C]`` bool, int or float 0/1; by default every column is a candidate.
+        temperature: divides the scores; finite and > 0.
         decoupled: whether to leave the positives out of the denominator.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
             same number of rows (see ``sparse_losses.distributed``); no scores are exchanged.
@@ -598,6 +602,8 @@ def info_nce_from_scores(
         Representation Learning with Contrastive Predictive Coding, eq. 4. Supervised Contrastive
         Learning, eq. 2.
     """
+    if not (isinstance(temperature, float) and temperature == 1.0):
+        scores = scores / temperature
     is_positive, absent = positive_mask, positive_mask  # no negatives
     if candidate_mask is not None:
         is_positive, absent = is_positive & candidate_mask, absent | ~candidate_mask
@@ -632,10 +638,11 @@ class InfoNCEFromScoresLoss(LossModule):
         self,
         scores: Tensor,
         positive_mask: Tensor,
-        candidate_mask: Tensor | None = None,
         *,
+        candidate_mask: Tensor | None = None,
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather)
-        return info_nce_from_scores(scores, positive_mask, candidate_mask, **options)
+        masks = {"positive_mask": positive_mask, "candidate_mask": candidate_mask}
+        return info_nce_from_scores(scores, **masks, **options)

@@ -16,24 +16,16 @@ Teacher = Callable[[Mapping[str, Any], Mapping[str, Any]], Tensor]
 
 
 class BM25Teacher(nn.Module):
-    r"""BM25 on the encoder's own tokens, as a teacher without a model or a file of scores.
+    """BM25 on the encoder's own tokens (``bm25_scores``), as a teacher without a model.
 
-    $$s_{qd} = \mathrm{BM25}(q, d)$$
-
-    ``bm25_scores`` computes it. Pass it as ``teacher`` to ``SpladeBatch.from_columns`` or
-    ``SentenceTransformersLoss``, or its result as ``SpladeBatch(teacher_scores=...)``.
-    The mean length of a document excludes the special tokens, each counted once per document.
+    Pass it as ``teacher`` to ``SpladeBatch.from_columns`` or ``SentenceTransformersLoss``. The mean
+    length of a document excludes the special tokens, each counted once per document.
 
     Args:
         document_frequency: Counts of the corpus' documents, on the encoder's own tokens.
         special_token_ids: Tokens that have no score and do not count in a length, such as
             ``tokenizer.all_special_ids``.
-        k1: Saturation of the term frequency, as in ``bm25_scores``.
-        b: Strength of the length normalisation, as in ``bm25_scores``.
-
-    Raises:
-        ValueError: for counts without documents, without their number of tokens, or without a token
-            that is not special; for ``k1`` or ``b`` outside its range.
+        k1, b: As in ``bm25_scores``.
 
     Shape:
         - Input: two mappings with ``input_ids`` and ``attention_mask``, ``[Q, S]`` of the queries,
@@ -50,9 +42,6 @@ class BM25Teacher(nn.Module):
         >>> BM25Teacher(counts, special_token_ids=[0])(texts, texts)
         tensor([[0.8755, 0.2507],
                 [0.3646, 0.5014]])
-
-    References:
-        Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009.
     """
 
     idf: Tensor
@@ -81,10 +70,8 @@ class BM25Teacher(nn.Module):
         """Return the scores of every query with every document."""
         for name, texts in (("query", query), ("document", document)):
             if not isinstance(texts, Mapping) or not isinstance(texts.get("input_ids"), Tensor):
-                raise TypeError(
-                    f"expected `{name}` as a dict of the tensors input_ids and attention_mask, got "
-                    f"{texts!r}"
-                )
+                tensors = "the tensors input_ids and attention_mask"
+                raise TypeError(f"expected `{name}` as a dict of {tensors}, got {texts!r}")
         return bm25_scores(
             query["input_ids"],
             query["attention_mask"],
@@ -116,11 +103,8 @@ def score_candidates(
     scores = _scores(teacher, anchor, positive)
     if negative is None:
         return scores
-    flat = {
-        name: value.flatten(0, -2) if isinstance(value, Tensor) else value
-        for name, value in negative.items()
-    }
-    others = _scores(teacher, anchor, flat)
+    tokens = {name: x.flatten(0, -2) for name, x in negative.items() if isinstance(x, Tensor)}
+    others = _scores(teacher, anchor, {**negative, **tokens})
     if negative["input_ids"].ndim == 3:  # keep each anchor's own negatives
         others = others.reshape(len(others), *negative["input_ids"].shape[:2]).diagonal().T
     return torch.cat([scores, others], 1)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import sparse_losses as sl
 from sparse_losses.functional import info_nce_loss
+from sparse_losses.objective import terms
 from tests.cases import FIRST, LOSSES
 
 TIMEOUT = 5  # seconds, of the process groups
@@ -49,15 +50,9 @@ def of_a_loss(stem: str, **options: Any) -> Callable[[], torch.Tensor]:
 
 
 def objective() -> torch.Tensor:
-    weights = {"info_nce": 1.0, "query_flops": 0.1, "document_flops": 0.1}
-    return sl.SpladeObjective(weights, gather=True)(sl.SpladeBatch(*map(sl.Texts, batch()))).total
-
-
-def steer() -> None:
-    controller = sl.SparsityController(sl.SpladeObjective({"document_flops": 0.1}), target_active=2)
-    for _ in range(2):
-        controller.observe(batch()[0])
-        controller.step()
+    weighted = {side: (0.1, terms.flops(side)) for side in ("query", "document")}
+    made = sl.SpladeObjective({"info_nce": (1.0, terms.info_nce()), **weighted}, gather=True)
+    return made(sl.SpladeBatch(*map(sl.Texts, batch()))).total
 
 
 def count() -> None:
@@ -91,7 +86,6 @@ CALLS: dict[str, Callable[[], torch.Tensor | None]] = {
     "queue": lambda: sl.LabelQueue(9, V, 2, gather=True).enqueue(
         batch()[1].detach(), torch.ones(4, 2)
     ),
-    "controller": steer,
     "diagnostics": diagnose,
     "document_frequency": count,
     "gather_rows": lambda: sl.distributed.gather_rows(batch()[0]).sum(),

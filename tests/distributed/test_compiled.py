@@ -8,6 +8,7 @@ import torch
 import sparse_losses.functional as F
 from sparse_losses import InfoNCELoss, SpladeBatch, SpladeHead, SpladeObjective, Texts
 from sparse_losses._core.dtensors import full
+from sparse_losses.objective import terms
 from tests.cases import BASE_CASES, FIRST, LAYER_CASES, OBJECTIVE_CASES, to_tensors
 from tests.distributed.ranks import needs_dtensors, run_ranks
 from tests.distributed.test_dtensors import distributed, mesh_of
@@ -67,9 +68,13 @@ def head_and_objective(rank: int) -> None:
     torch.manual_seed(0)
     queries, documents = torch.randn(2, 8, 3, 6, dtype=torch.float64)[:, 4 * rank : 4 * rank + 4]
     head = SpladeHead(torch.nn.Parameter(torch.randn(20, 6, dtype=torch.float64)))
+    ranking = InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.1)))
     objective = SpladeObjective(
-        {"info_nce": 1.0, "query_flops": 0.1, "document_min_activation": 0.1},
-        info_nce=InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.1))),
+        {
+            "info_nce": (1.0, terms.info_nce(ranking)),
+            "query_flops": (0.1, terms.flops("query")),
+            "document_min_activation": (0.1, terms.min_activation("document")),
+        },
         gather=True,
     )
 

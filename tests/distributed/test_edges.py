@@ -8,6 +8,7 @@ import torch
 import sparse_losses
 import sparse_losses.functional as F
 from sparse_losses import SpladeBatch, SpladeObjective, Texts
+from sparse_losses.objective import terms
 from tests.cases import FIRST, LOSSES, to_tensors
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_gather import part, whole
@@ -150,7 +151,8 @@ def unequal(rank: int) -> dict[str, str]:
     # Sizes that are an error by themselves, on one rank only.
     said["top_k"] = caught(F.min_activation_loss, torch.rand(3, 4 + rank), gather=True)
     said["negatives"] = caught(F.info_nce_loss, same, same, x if rank else None, gather=True)
-    objective = SpladeObjective({"info_nce": 1.0, "query_flops": float(rank)}, gather=True)
+    weighted = {"info_nce": (1.0, terms.info_nce()), "flops": (float(rank), terms.flops("query"))}
+    objective = SpladeObjective(weighted, gather=True)
     said["terms"] = caught(objective, SpladeBatch(Texts(same), Texts(same)))
     said["mask"] = caught(F.info_nce_loss, same, same, positive_mask=torch.eye(3), gather=True)
     said["refused"] = caught(F.flops_loss, same if rank else same[0], gather=True)
