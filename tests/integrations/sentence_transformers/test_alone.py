@@ -86,7 +86,8 @@ def test_within_splade_loss_as_loss_and_as_regulariser(kind, sparse):
     flops = [FlopsLoss()(x) for x in vectors]
     expected = [WARM(*vectors), 0.02 * flops[1], 0.05 * flops[0]]
     names = ("base_loss", "document_regularizer_loss", "query_regularizer_loss")
-    torch.testing.assert_close([values[name] for name in names], expected)
+    found = [values[name].double() for name in names]  # their cache sums in fp32
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     sum(expected).backward()
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
