@@ -168,8 +168,9 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the loss and its options for the model card."""
-        names = ("loss", "teacher", "labels_are_ids", "score_anchors", "mini_batch_size")
-        return {name: repr(getattr(self, name)) for name in names if getattr(self, name)}
+        names = ("loss", "labels_are_ids", "score_anchors", "mini_batch_size")
+        options = {name: repr(getattr(self, name)) for name in names if getattr(self, name)}
+        return options | ({} if self.teacher is None else {"teacher": type(self.teacher).__name__})
 
 
 def keep_texts(trainer: Any) -> Any:
