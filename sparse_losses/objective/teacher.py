@@ -10,7 +10,8 @@ from sparse_losses._core.token_ids import TokenIds, id_mask
 from sparse_losses.vocabulary.bm25 import bm25_scores, check_bm25
 from sparse_losses.vocabulary.document_frequency import DocumentFrequency
 
-# A function of queries and documents, dicts with token ids, that returns scores [Q, D].
+# A bi-encoder, or a function of queries and documents, dicts with token ids and texts, that returns
+# scores [Q, D].
 Teacher = Callable[[Mapping[str, Any], Mapping[str, Any]], Tensor]
 
 
@@ -110,13 +111,28 @@ def score_candidates(
 
 
 def _scores(teacher: Teacher, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
-    expected = [len(query["input_ids"]), len(document["input_ids"])]
-    output = teacher(query, document)
+    is_bi_encoder = hasattr(teacher, "encode_query")
+    output = _similarities(teacher, query, document) if is_bi_encoder else teacher(query, document)
     try:
         scores = torch.as_tensor(output).detach()
     except (TypeError, ValueError, RuntimeError):  # PyTorch's errors do not name the teacher
         kind = type(output).__name__
         raise TypeError(f"expected the teacher to return a tensor of scores, got {kind}") from None
+    expected = [len(query["input_ids"]), len(document["input_ids"])]
     if (shape := list(scores.shape)) != expected:
         raise ValueError(f"expected the teacher's scores as {expected}, got {shape}")
     return scores
+
+
+def _similarities(teacher: Any, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
+    """Return the scores by a ``SentenceTransformer`` or ``SparseEncoder``, which reads texts."""
+    if query.get("texts") is None or document.get("texts") is None:
+        raise ValueError(
+            "expected columns of texts for a bi-encoder as `teacher`, got token ids alone (in a "
+            "trainer of sentence-transformers, `keep_texts(trainer)` hands on the texts)"
+        )
+    options = {"convert_to_tensor": True, "show_progress_bar": False}
+    queries = teacher.encode_query(query["texts"], **options)
+    documents = teacher.encode_document(document["texts"], **options)
+    scores: Tensor = teacher.similarity(queries, documents)
+    return scores.float().to(query["input_ids"].device)

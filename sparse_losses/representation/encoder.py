@@ -92,6 +92,8 @@ class SpladeEncoder(nn.Module):
         and idf weights: the notes of a Korean neural sparse retriever.
     """
 
+    # For a Trainer of transformers, which else takes the loss of a batch with `labels` for a sum.
+    accepts_loss_kwargs = False
     idf_weights: Tensor | None
     _special_ids: Tensor
 
