@@ -9,29 +9,29 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from examples.demo.corpus import Corpus, Pair, Row
-
 PASSAGE = 64  # words from which a pair is made: about what the model reads
 SHORTEST = 5  # words of a query or a document
-RESAMPLES = 10_000
+UNSEEN = 4  # every such document gives no pair
 FORMAT = "a folder in BEIR's format has corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv"
 
 
 @dataclasses.dataclass(frozen=True)
-class Collection(Corpus):
-    """Pairs made of the documents; the documents, the test queries, and their relevant documents.
+class Collection:
+    """A test collection, and pairs made of its documents.
 
-    ``relevant`` has one mapping per query, from the position of a document to its grade.
+    Every fourth document gives no pair. ``relevant`` has one mapping per query, from the position
+    of a document to its grade.
     """
 
+    name: str
+    source: str
+    pairs: list[tuple[str, str]]
     documents: list[str]
     queries: list[str]
     relevant: list[dict[int, int]]
@@ -53,23 +53,19 @@ def load(folder: Path, split: str = "test") -> Collection:
         if int(grade) > 0:
             judged.setdefault(query, {})[place[document]] = int(grade)
     texts = [f"{title} {text}".strip() for title, text in documents.values()]
-    train = [
-        Row(name, name, (Pair(0, query, rest),), rest)
-        for name, document in documents.items()
-        for query, rest in pairs(*document)
+    made = [
+        pair
+        for number, document in enumerate(documents.values())
+        if number % UNSEEN
+        for pair in pairs(*document)
     ]
-    for found, what in ((judged, "relevant documents"), (train, "documents of several sentences")):
+    for found, what in ((judged, "relevant documents"), (made, "documents of several sentences")):
         if not found:
             raise SystemExit(f"error: {folder} has no {what}")
-    held_out = [
-        Row(name, name, (Pair(0, text, text),), text)
-        for name, text in zip(place, texts, strict=True)
-    ]
     test = texts, [queries[name][1] for name in judged], list(judged.values())
     digest = hashlib.sha256(repr(test).encode()).hexdigest()[:12]
     size = f"{len(texts):,} documents, {len(judged):,} queries, sha256 {digest}"
-    sources = {folder.resolve().name: size}
-    return Collection(("sentence → passage",), train, held_out, [], sources, *test)
+    return Collection(folder.resolve().name, size, made, *test)
 
 
 def _texts(path: Path) -> dict[str, tuple[str, str]]:
@@ -127,34 +123,3 @@ def ranked(scores: Tensor, relevant: Sequence[Mapping[int, int]]) -> dict[str, l
         for name, value in zip(figures, (ndcg, mrr, recall), strict=True):
             figures[name].append(float(value))
     return figures
-
-
-def costs(queries: Sequence[Sequence[Any]], documents: Sequence[Sequence[Any]]) -> dict[str, float]:
-    """Return the terms of a query and of a document, and those that they share; means.
-
-    And the share of the documents that the longest posting list holds.
-    """
-    texts = (queries, documents)
-    query, document = (Counter(term for text in side for term in set(text)) for side in texts)
-    shared = sum(count * document[term] for term, count in query.items())
-    return {
-        "active_query": query.total() / len(queries),
-        "active_document": document.total() / len(documents),
-        "products": shared / (len(queries) * len(documents)),
-        "longest_list": max(document.values(), default=0) / len(documents),
-    }
-
-
-def difference(
-    row: Sequence[np.ndarray], reference: Sequence[np.ndarray]
-) -> tuple[float, float, float]:
-    """Return the mean difference of two rows, and the bounds of its 95% interval.
-
-    A row has an array of figures by query for each collection; the mean is that of the collections.
-    The interval is that of a bootstrap of pairs, over queries.
-    """
-    generator = np.random.default_rng(0)
-    paired = [own - other for own, other in zip(row, reference, strict=True)]
-    drawn = [generator.choice(own, (RESAMPLES, len(own))).mean(1) for own in paired]
-    low, high = np.quantile(np.mean(drawn, 0), (0.025, 0.975))
-    return float(np.mean([own.mean() for own in paired])), float(low), float(high)

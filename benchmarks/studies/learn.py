@@ -32,8 +32,10 @@ class Settings:
     """One training.
 
     Attributes:
-        start: the share of the vocabulary that a text has active at the start; 0: as it is.
+        start: what a text has active at the start: a share of the vocabulary below 1, or a number
+            of dimensions; 0: as it is.
         acts: "" (nothing), "gain", "topk" or "fixed".
+        weight: a factor on sentence-transformers' weights, for "fixed".
         target: dimensions of a document, for "gain" and "topk".
         query_target: dimensions of a query, for "topk".
         late: the shares of the steps at which "topk" starts, and at which it is at its number.
@@ -52,14 +54,17 @@ class Settings:
     target: float = 32
     query_target: float = 24
     late: tuple[float, float] = (0.75, 0.9)
+    weight: float = 1.0
 
     @property
     def arm(self) -> str:
         """The name of what acts, with its start."""
-        shift = f"start 1/{1 / self.start:g}, " if self.start else ""
+        start = f"1/{1 / self.start:g}" if 0 < self.start < 1 else f"{self.start:g}"
+        shift = f"start {start}, " if self.start else ""
         number = f" {self.target:g}" if self.acts in ("gain", "topk") else ""
         late = f" from {self.late[0]:.0%}" if self.acts == "topk" else ""
-        return f"{shift}{self.acts or 'nothing'}{number}{late}"
+        weight = f" x{self.weight:g}" if self.weight != 1 else ""
+        return f"{shift}{self.acts or 'nothing'}{number}{late}{weight}"
 
 
 class Gain:
@@ -139,17 +144,18 @@ def active(x: Tensor) -> float:
     return (x > 0).sum(1).double().mean().item()
 
 
-def shift(towers: Towers, pairs: Sequence[tuple[Tensor, Tensor]], share: float) -> None:
-    """Shift each bias once, so that a text has that share of the vocabulary active."""
+def shift(towers: Towers, pairs: Sequence[tuple[Tensor, Tensor]], start: float) -> None:
+    """Shift each bias once, so that a text has that share or number of dimensions active."""
     done: list[nn.Module] = []
     for column, side in ((1, "document"), (0, "query")):
         tower = towers[side].eval()
         if tower in done or tower.bias is None:
             continue
         x = vectors(tower, [pair[column] for pair in pairs[:256]])
-        if active(x) > share * x.shape[1]:
+        number = start if start > 1 else start * x.shape[1]
+        if active(x) > number:
             with torch.no_grad():
-                tower.bias -= calibrate_threshold(x, share * x.shape[1])
+                tower.bias -= calibrate_threshold(x, number)
         done.append(tower)
 
 
@@ -205,7 +211,7 @@ def train(
                 gain.update(ranking.item(), chance, flops.item(), count)
             loss = ranking + gain.weight * flops
         elif s.acts == "fixed":  # their callback raises the weights over a third of the steps
-            share = min(3 * step / s.steps, 1.0) ** 2
+            share = s.weight * min(3 * step / s.steps, 1.0) ** 2
             loss = ranking + share * sum(w * flops_loss(x[side]) for side, w in FIXED.items())
         optimizer.zero_grad()
         loss.backward()
@@ -242,14 +248,16 @@ def figures_at(
     d: Tensor,
     points: Iterable[tuple[float, float]],
     rank: Callable[[Tensor, Tensor], Mapping[str, float]],
+    every: int = 2,
 ) -> Iterator[dict[str, Any]]:
     """Yield the figures of vectors pruned to each pair of numbers; (0, 0) is unpruned.
 
-    ``held_out`` is the count of every second document with the threshold of the others.
+    ``held_out`` counts every second document, or every ``every``-th, with the others' threshold.
     """
     for number in dict.fromkeys([(0, 0), *points]):
         of_q, of_d = pruned(q, number[0]), pruned(d, number[1])
-        held_out = active(pruned(d[1::2], number[1], of=d[::2])) if number[1] else math.nan
+        others = d[torch.arange(len(d)) % every != 0]
+        held_out = active(pruned(d[::every], number[1], of=others)) if number[1] else math.nan
         shares = [(x > 0).double().mean(0) for x in (of_q, of_d)]
         found = {
             "asked_query": number[0] or "",
