@@ -24,7 +24,7 @@ from benchmarks.studies.learn import Results, Settings, figures_at, train
 
 LENGTHS = (32, 96)  # tokens of a query and of a document
 SUBWORDS = 3_000  # of the model from scratch
-POINTS = [(number / 2, number) for number in (128, 64, 32, 16)] + [(16, 16)]
+POINTS = [(number / 2, number) for number in (128, 64, 32, 16)]
 START = 256  # dimensions of a text at the start of a pretrained model without a head
 SPARSE = 1 / 8  # of the vocabulary, from scratch
 EARLY = {"late": (0.1, 0.5)}

@@ -141,7 +141,7 @@ def vectors(tower: nn.Module, rows: Rows) -> Tensor:
 
 def active(x: Tensor) -> float:
     """Return the mean number of active dimensions."""
-    return (x > 0).sum(1).double().mean().item()
+    return int((x > 0).sum()) / len(x)
 
 
 def shift(towers: Towers, pairs: Sequence[tuple[Tensor, Tensor]], start: float) -> None:
@@ -254,11 +254,13 @@ def figures_at(
 
     ``held_out`` counts every second document, or every ``every``-th, with the others' threshold.
     """
+    in_use = (q > 0).any(0) | (d > 0).any(0)
+    q, d = q[:, in_use], d[:, in_use]
     for number in dict.fromkeys([(0, 0), *points]):
         of_q, of_d = pruned(q, number[0]), pruned(d, number[1])
         others = d[torch.arange(len(d)) % every != 0]
         held_out = active(pruned(d[::every], number[1], of=others)) if number[1] else math.nan
-        shares = [(x > 0).double().mean(0) for x in (of_q, of_d)]
+        shares = [(x > 0).float().mean(0).double() for x in (of_q, of_d)]
         found = {
             "asked_query": number[0] or "",
             "asked_document": number[1] or "",
