@@ -1,0 +1,68 @@
+"""Trainings on a collection on disk, from scratch and of a pretrained model."""
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from benchmarks.run.table import read
+from benchmarks.studies import beir, collection
+from sparse_losses import SpladeEncoder
+from tests.benchmarks.studies.conftest import TOPICS
+
+
+@pytest.fixture(params=["BertForMaskedLM", "BertModel"])
+def pretrained(request, tmp_path):
+    """Returns the folder of a tiny model with its tokenizer, and both of them."""
+    words = ["[PAD]", "[CLS]", "[UNK]", "[SEP]", *sorted(set(" ".join(TOPICS.values()).split()))]
+    words.insert(9, "never")
+    tokens = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokens.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 1))
+    marks = {f"{name.lower()[1:-1]}_token": name for name in words[:4]}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, **marks)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=len(words) + 3, intermediate_size=32, **sizes)
+    model = getattr(transformers, request.param)(config)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "tiny" / "model")
+    return tmp_path / "tiny" / "model", model.eval(), tokenizer
+
+
+def test_the_cut_model_gives_the_vectors_of_the_whole(folder, pretrained):
+    path, model, tokenizer = pretrained
+    read = beir.load(folder)
+    task = collection.Task([read], str(path))
+    assert len(task.kept) < len(tokenizer)
+    if not task.is_trained:
+        return  # its head is the studies' own
+    ((_, _, documents),) = task.tests
+    vectors = collection.vectors(collection.Tower(task.make(), task.kept).eval(), documents)
+    whole = SpladeEncoder(model, tokenizer).encode(read.documents, output="dense")
+    torch.testing.assert_close(vectors, whole[:, task.kept])
+
+
+def test_pretrained_models_and_one_from_scratch_are_trained(folder, pretrained, monkeypatch):
+    path, output = pretrained[0], folder.parent / "study.csv"
+    monkeypatch.setattr(collection, "START", 20)
+    monkeypatch.setattr(collection, "POINTS", [(4, 8)])
+    options = ["--data", str(folder), "--steps", "2", "--seeds", "0", "--output", str(output)]
+    options += ["--arms", "prune", "topk16"]
+    for model in ([], ["--model", str(path)]):
+        collection.main([*options, *model])
+    rows = read(output)
+    names = [(row["model"], row["arm"], row["asked_document"]) for row in rows]
+    start = "" if "MaskedLM" in pretrained[1].__class__.__name__ else "start 20, "
+    assert names == [
+        (model, start + arm, asked)
+        for model, start in (("scratch", "start 1/4, "), ("tiny", start))
+        for arm in ("nothing", "topk 16 from 75%")
+        for asked in ("", "8")
+    ]
+    assert all(0 <= float(row["ndcg_10"]) <= 1 for row in rows)
+    assert [row["source"][:24] for row in rows] == ["60 documents, 4 queries,"] * len(rows)
+
+
+def test_a_missing_model_ends_with_a_sentence(folder):
+    with pytest.raises(SystemExit, match="error: cannot load the --model nowhere/at-all"):
+        collection.main(["--data", str(folder), "--model", "nowhere/at-all"])
