@@ -6,7 +6,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from benchmarks.run.table import read
-from benchmarks.studies import beir, collection
+from benchmarks.studies import beir, collection, learn
 from sparse_losses import SpladeEncoder
 from tests.benchmarks.studies.conftest import TOPICS
 
@@ -37,7 +37,7 @@ def test_the_cut_model_gives_the_vectors_of_the_whole(folder, pretrained):
     if not task.is_trained:
         return  # its head is the studies' own
     ((_, _, documents),) = task.tests
-    vectors = collection.vectors(collection.Tower(task.make(), task.kept).eval(), documents)
+    vectors = learn.vectors(collection.Tower(task.make(), task.kept).eval(), documents)
     whole = SpladeEncoder(model, tokenizer).encode(read.documents, output="dense")
     torch.testing.assert_close(vectors, whole[:, task.kept])
 
