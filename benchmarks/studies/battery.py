@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 import sparse_losses as sl
-from benchmarks.studies.learn import Results, Settings, Towers, figures_at, train
+from benchmarks.run.table import read
+from benchmarks.studies.learn import Results, Settings, Towers, figures_at, table, train
 
 V, TOPICS, PER_TOPIC, HELD_OUT = 4000, 300, 8, 600
-LONGEST = {"query": 8, "document": 64}
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A model and how it is trained; the fields after ``decay`` are those of a target."""
+    """A model and how it is trained."""
 
     model: str = "bert"  # bert, decoder, bag or static
     similarity: str = "cosine"  # its temperature is 0.05, that of "dot" 1
@@ -41,18 +41,15 @@ class Row:
     @property
     def name(self) -> str:
         """What differs from the first row."""
-        plain = Row()
-        fields = [f.name for f in dataclasses.fields(self)][2:]
-        changed = [
-            f"{f}={getattr(self, f)}" for f in fields if getattr(self, f) != getattr(plain, f)
-        ]
-        return " ".join([self.model, self.similarity, *changed])
+        fields = dataclasses.fields(self)[2:]
+        changed = [(f.name, getattr(self, f.name), f.default) for f in fields]
+        named = [f"{name}={value}" for name, value, default in changed if value != default]
+        return " ".join([self.model, self.similarity, *named])
 
     @property
     def held_back(self) -> bool:
         """Whether nothing was tuned on the row."""
-        hashed = int(hashlib.sha256(self.name.encode()).hexdigest(), 16)
-        return self in NEW or hashed % 3 == 0
+        return self in NEW or int(hashlib.sha256(self.name.encode()).hexdigest(), 16) % 3 == 0
 
 
 BERT = [
@@ -117,20 +114,15 @@ class Texts:
                 topical = own[torch.randint(8, (n,), generator=g)]
                 others = torch.multinomial(anybody, n, replacement=True, generator=g) + 5
                 kind.append(torch.where(torch.rand(n, generator=g) < share, topical, others))
-            document_frequency[documents[-1].unique()] += 1
+            document_frequency[torch.unique(documents[-1])] += 1
         n = len(documents)
         self.idf = ((n - document_frequency + 0.5) / (document_frequency + 0.5) + 1).log()
         order = torch.randperm(n, generator=g).tolist()
-        ends = torch.tensor([2]), torch.tensor([3])
-        pairs = [
-            tuple(
-                torch.cat([ends[0], text[: LONGEST[side]], ends[1]])
-                for side, text in (("query", query), ("document", document))
-            )
-            for query, document in zip(queries, documents, strict=True)
-        ]
+        start, end = torch.tensor([2]), torch.tensor([3])
+        made = zip(queries, documents, strict=True)
+        pairs = [(torch.cat([start, q[:8], end]), torch.cat([start, d[:64], end])) for q, d in made]
         self.pairs = [pairs[i] for i in order[HELD_OUT:]]
-        self.queries, self.documents = zip(*(pairs[i] for i in order[:HELD_OUT]), strict=True)
+        self.queries, self.documents = ([pairs[i][n] for i in order[:HELD_OUT]] for n in (0, 1))
 
 
 class Tower(nn.Module):
@@ -138,27 +130,28 @@ class Tower(nn.Module):
 
     def __init__(self, kind: str, bias: float, idf: Tensor) -> None:
         super().__init__()
-        self.kind, self.bias = kind, None if kind == "static" else nn.Parameter(torch.zeros(V))
+        self.kind, self.bias = kind, nn.Parameter(torch.zeros(V)) if kind != "static" else None
+        self.idf: Tensor
         self.register_buffer("idf", idf)
         sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
         sizes |= {"intermediate_size": 128, "vocab_size": V}
+        model: Any
         if kind == "bert":
             from transformers import BertConfig, BertForMaskedLM
 
             model = BertForMaskedLM(BertConfig(max_position_embeddings=80, **sizes))
-            self.model = model.base_model
-            self.head = sl.SpladeHead(
-                model.get_output_embeddings().weight,
-                self.bias,
-                transform=model.cls.predictions.transform,
+            transform, weight = (
+                model.cls.predictions.transform,
+                model.cls.predictions.decoder.weight,
             )
+            self.model = model.base_model
+            self.head = sl.SpladeHead(weight, self.bias, transform=transform)
         elif kind == "decoder":
             from peft import LoraConfig, get_peft_model
             from transformers import Qwen3Config, Qwen3ForCausalLM
 
-            config = Qwen3Config(
-                tie_word_embeddings=True, num_key_value_heads=2, head_dim=16, **sizes
-            )
+            sizes |= {"num_key_value_heads": 2, "head_dim": 16}
+            config = Qwen3Config(tie_word_embeddings=True, **sizes)
             config.is_causal = False
             adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
             model = get_peft_model(Qwen3ForCausalLM(config), adapters).get_base_model()
@@ -169,8 +162,7 @@ class Tower(nn.Module):
             nn.init.normal_(self.model.weight, std=0.3)
             self.head = sl.SpladeHead(out.weight, self.bias)
         if self.bias is not None:
-            with torch.no_grad():
-                self.bias.fill_(0.15 * bias if kind == "bert" else bias)
+            nn.init.constant_(self.bias, 0.15 * bias if kind == "bert" else bias)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the vectors."""
@@ -186,10 +178,8 @@ def towers_of(row: Row, texts: Texts) -> Towers:
     """Return the towers of both sides: one, but for a bag or static queries."""
     document = Tower("bert" if row.model == "static" else row.model, row.bias, texts.idf)
     shared = row.model in ("bert", "decoder")
-    return {
-        "query": document if shared else Tower(row.model, row.bias, texts.idf),
-        "document": document,
-    }
+    query = document if shared else Tower(row.model, row.bias, texts.idf)
+    return {"query": query, "document": document}
 
 
 def recall_10(similarity: str) -> Callable[[Tensor, Tensor], Mapping[str, float]]:
@@ -214,28 +204,29 @@ def points(target: float) -> list[tuple[float, float]]:
 def run(row: Row, arm: Mapping[str, Any], texts: Texts, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Train once; yield the figures, unpruned and pruned for the targets that share it."""
     settings = _settings(row, arm, seed)
+    same = _alone(row), settings
     torch.manual_seed(seed)
     about, encode = train(towers_of(row, texts), texts.pairs, settings)
     q, d = encode("query", texts.queries), encode("document", texts.documents)
-    alike = [one for one in ROWS if _settings(one, arm, seed, row) == settings and _same(one, row)]
+    alike = [one for one in ROWS if (_alone(one), _settings(one, arm, seed)) == same]
     targets = [row.target, *(one.target for one in alike)]
     asked = [point for target in dict.fromkeys(targets) for point in points(target)]
-    name = dataclasses.replace(row, target=32.0).name
-    first = {"row": name, "bias": row.bias, "decay": row.decay, "held_back": row.held_back}
+    first = {"row": _alone(row), "bias": row.bias, "decay": row.decay}
+    first["held_back"] = row.held_back
     for figures in figures_at(q, d, asked, recall_10(row.similarity)):
         yield first | about | figures
 
 
-def _settings(row: Row, arm: Mapping[str, Any], seed: int, model: Row | None = None) -> Settings:
+def _settings(row: Row, arm: Mapping[str, Any], seed: int) -> Settings:
     steered = arm.get("acts") in ("gain", "topk")
-    numbers = {"target": row.target, "query_target": 0.75 * row.target} if steered else {}
-    temperature = 0.05 if row.similarity == "cosine" else 1.0
     same = {key: getattr(row, key) for key in ("steps", "batch", "lr", "decay", "similarity")}
-    return Settings(**same, temperature=temperature, seed=seed, **numbers, **arm)
+    same |= {"target": row.target, "query_target": 0.75 * row.target} if steered else {}
+    temperature = 0.05 if row.similarity == "cosine" else 1.0
+    return Settings(temperature=temperature, seed=seed, **same, **arm)
 
 
-def _same(one: Row, other: Row) -> bool:
-    return (one.model, one.bias) == (other.model, other.bias)
+def _alone(row: Row) -> str:
+    return dataclasses.replace(row, target=32.0).name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -256,10 +247,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for seed in args.seeds:
         for row in [row for row in rows if not args.only or row.name in args.only]:
             for arm in arms:
-                about = {"row": dataclasses.replace(row, target=32.0).name, "seed": seed}
-                if results.missing(**about, arm=_settings(row, arm, seed).arm):
-                    results.add(list(run(row, arm, texts, seed)))
-                    results.done.add((about["row"], _settings(row, arm, seed).arm, str(seed)))
+                named = _settings(row, arm, seed).arm
+                if results.missing(row=_alone(row), arm=named, seed=seed):
+                    results.add(run(row, arm, texts, seed))
+    print(table(read(results.path), "row", "recall_10"))
     return 0
 
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import sparse_losses as sl
+from benchmarks.run.table import read
 from benchmarks.studies.beir import UNSEEN, Collection, load, ranked
-from benchmarks.studies.learn import Results, Settings, figures_at, train
+from benchmarks.studies.learn import Results, Settings, figures_at, table, train
 
 LENGTHS = (32, 96)  # tokens of a query and of a document
 SUBWORDS = 3_000  # of the model from scratch
@@ -44,7 +45,7 @@ ARMS: dict[str, dict[str, Any]] = {
 class Tower(nn.Module):
     """An encoder of ids whose head has a vocabulary of ``kept`` tokens."""
 
-    def __init__(self, model: nn.Module, kept: Tensor) -> None:
+    def __init__(self, model: Any, kept: Tensor) -> None:
         super().__init__()
         words = model.get_input_embeddings()
         with torch.no_grad():
@@ -55,7 +56,7 @@ class Tower(nn.Module):
         bias = out.bias.detach()[kept] if has_bias else torch.zeros(len(kept))
         self.bias = nn.Parameter(bias.clone())
         transform = model.cls.predictions.transform if out is not None else None
-        self.model = model.base_model
+        self.model: Any = model.base_model
         self.model.set_input_embeddings(smaller)
         self.model.pooler = None
         self.head = sl.SpladeHead(smaller.weight, self.bias, transform=transform)
@@ -128,12 +129,11 @@ class Task:
 
     def settings(self, arm: Mapping[str, Any], seed: int, steps: int, start: float) -> Settings:
         """Return a training's settings: dot products, a learning rate that falls."""
+        common: dict[str, Any] = {"lr": 1e-3, "batch": 24}
         if self.is_pretrained:
-            rate = {"lr": 5e-5 if self.is_trained else 1e-4, "warmup": 0.1, "batch": 16}
-        else:
-            rate = {"lr": 1e-3, "batch": 24}
-        common = {"decay": True, "similarity": "dot", "temperature": 1.0, "start": start}
-        return Settings(**common, **rate, steps=steps, seed=seed, **arm)
+            common = {"lr": 5e-5 if self.is_trained else 1e-4, "warmup": 0.1, "batch": 16}
+        common |= {"decay": True, "similarity": "dot", "temperature": 1.0, "start": start}
+        return Settings(steps=steps, seed=seed, **common, **arm)
 
     def run(self, settings: Settings) -> Iterator[dict[str, Any]]:
         """Train once; yield the figures for each collection."""
@@ -176,6 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             about = {"model": Path(args.model).parent.name if args.model else "scratch"}
             if results.missing(**about, arm=settings.arm, steps=args.steps, seed=seed):
                 results.add([about | row for row in task.run(settings)])
+    print(table(read(results.path), "model", "ndcg_10"))
     return 0
 
 

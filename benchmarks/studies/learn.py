@@ -12,18 +12,20 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.run.table import circumstances, read
+from benchmarks.run.table import circumstances, markdown, read
 from sparse_losses.functional import calibrate_threshold, flops_loss, info_nce_loss
 
 # The weights in the documentation of sentence-transformers' SpladeLoss.
 FIXED = {"query": 3e-5, "document": 5e-5}
 PROBED = 32  # texts whose dimensions are counted in evaluation mode
-Towers = Mapping[str, nn.Module]  # by side; a tower maps ids and mask to vectors, and has a `bias`
+Towers = Mapping[
+    str, Any
+]  # modules by side; a tower maps ids and mask to vectors, and has a `bias`
 Rows = Sequence[Tensor]  # token ids of texts
 
 
@@ -46,7 +48,7 @@ class Settings:
     lr: float = 2e-3
     warmup: float = 0.0
     decay: bool = False
-    similarity: str = "cosine"
+    similarity: Literal["cosine", "dot"] = "cosine"
     temperature: float = 0.05
     seed: int = 0
     start: float = 0.0
@@ -133,7 +135,7 @@ def pad(rows: Rows) -> tuple[Tensor, Tensor]:
     return ids, (ids > 0).long()
 
 
-def vectors(tower: nn.Module, rows: Rows) -> Tensor:
+def vectors(tower: Any, rows: Rows) -> Tensor:
     """Return the vectors of texts in the tower's mode."""
     with torch.no_grad():
         return torch.cat([tower(*pad(rows[i : i + 64])) for i in range(0, len(rows), 64)])
@@ -146,7 +148,7 @@ def active(x: Tensor) -> float:
 
 def shift(towers: Towers, pairs: Sequence[tuple[Tensor, Tensor]], start: float) -> None:
     """Shift each bias once, so that a text has that share or number of dimensions active."""
-    done: list[nn.Module] = []
+    done: list[Any] = []
     for column, side in ((1, "document"), (0, "query")):
         tower = towers[side].eval()
         if tower in done or tower.bias is None:
@@ -214,7 +216,7 @@ def train(
             share = s.weight * min(3 * step / s.steps, 1.0) ** 2
             loss = ranking + share * sum(w * flops_loss(x[side]) for side, w in FIXED.items())
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         schedule.step()
     seconds = time.perf_counter() - started
@@ -297,5 +299,21 @@ class Results:
             if is_new:
                 writer.writeheader()
             writer.writerows(rows)
+        self.done.add(tuple(str(rows[0][key]) for key in self.columns))
         for row in rows:
             print(*(value for key, value in row.items() if key not in self.common), flush=True)
+
+
+def table(rows: Sequence[Mapping[str, str]], row: str, figure: str) -> str:
+    """Return the figures by row, arm and dimensions: means over what else there is."""
+    keys = (row, "arm", "asked_query", "asked_document")
+    shown = (figure, "query", "document", "products", "longest_list", "held_out")
+    groups: dict[tuple[str, ...], list[Mapping[str, str]]] = {}
+    for one in rows:
+        groups.setdefault(tuple(one[key] for key in keys), []).append(one)
+    lines = []
+    for group, own in groups.items():
+        found = [[float(one[key]) for one in own if one[key]] for key in shown]
+        cells = [f"{sum(x) / len(x):.3g}" if x else "" for x in found]
+        lines.append([*group, len(own), *cells])
+    return markdown((*keys, "rows", *shown), lines)
