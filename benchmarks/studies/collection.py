@@ -51,7 +51,7 @@ class Tower(nn.Module):
         with torch.no_grad():
             smaller = nn.Embedding(len(kept), words.embedding_dim, padding_idx=0)
             smaller.weight = nn.Parameter(words.weight[kept].clone())
-        out = getattr(model, "get_output_embeddings", lambda: None)()
+        out: Any = getattr(model, "get_output_embeddings", lambda: None)()
         has_bias = out is not None and out.bias is not None
         bias = out.bias.detach()[kept] if has_bias else torch.zeros(len(kept))
         self.bias = nn.Parameter(bias.clone())
