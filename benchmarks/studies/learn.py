@@ -40,6 +40,7 @@ class Settings:
         weight: a factor on sentence-transformers' weights, for "fixed".
         target: dimensions of a document, for "gain" and "topk".
         query_target: dimensions of a query, for "topk".
+        gain: of the logarithm of the weight, every five steps.
         late: the shares of the steps at which "topk" starts, and at which it is at its number.
     """
 
@@ -55,6 +56,7 @@ class Settings:
     acts: str = ""
     target: float = 32
     query_target: float = 24
+    gain: float = 0.3
     late: tuple[float, float] = (0.75, 0.9)
     weight: float = 1.0
 
@@ -66,6 +68,7 @@ class Settings:
         number = f" {self.target:g}" if self.acts in ("gain", "topk") else ""
         late = f" from {self.late[0]:.0%}" if self.acts == "topk" else ""
         weight = f" x{self.weight:g}" if self.weight != 1 else ""
+        weight += f" by {self.gain:g}" if self.acts == "gain" and self.gain != Settings.gain else ""
         return f"{shift}{self.acts or 'nothing'}{number}{late}{weight}"
 
 
@@ -76,7 +79,7 @@ class Gain:
     the weighted FLOPS are at most the ranking loss.
     """
 
-    def __init__(self, target: float, gain: float = 0.1, first: float = 0.01) -> None:
+    def __init__(self, target: float, gain: float, first: float = 0.01) -> None:
         self.target, self.gain, self.first = target, gain, first
         self.ranking, self.weight = math.nan, 0.0
 
@@ -174,7 +177,7 @@ def train(
         optimizer, lambda n: min((n + 1) / ramp, 1.0) * (1 - n / s.steps if s.decay else 1.0)
     )
     g = torch.Generator().manual_seed(1000 + s.seed)
-    gain = Gain(s.target)
+    gain = Gain(s.target, s.gain)
     late = [share * s.steps for share in s.late]
     keep = {
         "query": BatchTopK(s.query_target, *late),
