@@ -127,13 +127,14 @@ class Task:
         sides = ids[2 : 2 + len(collections)], ids[2 + len(collections) :]
         self.tests = list(zip(collections, *sides, strict=True))
 
-    def settings(self, arm: Mapping[str, Any], seed: int, steps: int, start: float) -> Settings:
-        """Return a training's settings: dot products, a learning rate that falls."""
+    def settings(self, arm: Mapping[str, Any], **own: Any) -> Settings:
+        """Return a training's settings: a learning rate that falls, dot products unless named."""
         common: dict[str, Any] = {"lr": 1e-3, "batch": 24}
         if self.is_pretrained:
             common = {"lr": 5e-5 if self.is_trained else 1e-4, "warmup": 0.1, "batch": 16}
-        common |= {"decay": True, "similarity": "dot", "temperature": 1.0, "start": start}
-        return Settings(steps=steps, seed=seed, **common, **arm)
+        temperature = 0.05 if own.get("similarity") == "cosine" else 1.0
+        common |= {"decay": True, "similarity": "dot", "temperature": temperature}
+        return Settings(**{**common, **own, **arm})
 
     def run(self, settings: Settings) -> Iterator[dict[str, Any]]:
         """Train once; yield the figures for each collection."""
@@ -147,6 +148,8 @@ class Task:
             def rank(
                 q: Tensor, d: Tensor, relevant: Sequence[Mapping[int, int]] = one.relevant
             ) -> dict[str, float]:
+                if settings.similarity == "cosine":
+                    q, d = nn.functional.normalize(q), nn.functional.normalize(d)
                 return {k: float(np.mean(v)) for k, v in ranked(q @ d.T, relevant).items()}
 
             for figures in figures_at(q, d, POINTS, rank, every=UNSEEN):
@@ -162,6 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--model", default="", help="a folder or name; default: a small model from scratch")
     add("--arms", nargs="+", choices=ARMS, default=[*ARMS])
     add("--start", type=float, nargs="+", help="dimensions or share that a text starts with")
+    add("--similarity", choices=("dot", "cosine"), default="dot")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--steps", type=int, default=300)
     add("--output", type=Path, default=Path("collection.csv"))
@@ -169,13 +173,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     task = Task([load(folder, args.split) for folder in args.data], args.model)
     default = 0.0 if task.is_trained else START if task.is_pretrained else SPARSE
-    results = Results(args.output, "collection", ("model", "arm", "steps", "seed"))
+    columns = ("model", "arm", "similarity", "steps", "seed")
+    results = Results(args.output, "collection", columns)
     for seed, arm in itertools.product(args.seeds, args.arms):
         for start in args.start or [default]:
-            settings = task.settings(ARMS[arm], seed, args.steps, start)
-            about = {"model": Path(args.model).parent.name if args.model else "scratch"}
-            if results.missing(**about, arm=settings.arm, steps=args.steps, seed=seed):
-                results.add([about | row for row in task.run(settings)])
+            own = {"similarity": args.similarity, "steps": args.steps, "seed": seed}
+            settings = task.settings(ARMS[arm], start=start, **own)
+            name = Path(args.model).parent.name if args.model else "scratch"
+            if results.missing(model=name, arm=settings.arm, **own):
+                results.add([{"model": name, **row} for row in task.run(settings)])
     print(table(read(results.path), "model", "ndcg_10"))
     return 0
 
