@@ -89,6 +89,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "topk": {"start": SPARSE, "acts": "topk"},
     "topk90": {"start": SPARSE, "acts": "topk", "late": (0.9, 0.95)},
     "fixed": {"acts": "fixed"},
+    "flops": {"start": SPARSE, "acts": "fixed", "weight": 1000.0},
 }
 STARTS = (0.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 64)
 STARTED = [

@@ -3,15 +3,14 @@
 The query of a pair is a sentence, its document the sentences around it (the inverse cloze task).
 """
 
-from __future__ import annotations
-
-import dataclasses
+import csv
 import hashlib
 import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -23,8 +22,7 @@ MOST = 8  # pairs of a document
 FORMAT = "a folder in BEIR's format has corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv"
 
 
-@dataclasses.dataclass(frozen=True)
-class Collection:
+class Collection(NamedTuple):
     """A test collection, and pairs made of its documents.
 
     Every fourth document gives no pair. ``relevant`` has one mapping per query, from the position
@@ -40,27 +38,25 @@ class Collection:
 
 
 def load(folder: Path, split: str = "test") -> Collection:
-    """Read a folder; exit with the file and line of what is wrong in it."""
-    documents, queries = (_texts(folder / f"{name}.jsonl") for name in ("corpus", "queries"))
-    place = {name: number for number, name in enumerate(documents)}
+    """Read a folder; exit with what is wrong in it."""
     judged: dict[str, dict[int, int]] = {}
-    path = folder / "qrels" / f"{split}.tsv"
-    for number, line in _lines(path):
-        query, document, grade = (*line.split("\t"), "", "", "")[:3]
-        if number == 1 and query not in queries:
-            continue  # headings
-        if query not in queries or document not in place or not re.fullmatch(r"-?\d+", grade):
-            expected = "known query, known document and whole number, separated by tabs"
-            raise SystemExit(f"error: {path}, line {number}: expected {expected}, got {line!r}")
-        if int(grade) > 0:
-            judged.setdefault(query, {})[place[document]] = int(grade)
+    try:
+        documents, queries = (_texts(folder / f"{name}.jsonl") for name in ("corpus", "queries"))
+        place = {name: number for number, name in enumerate(documents)}
+        with (folder / "qrels" / f"{split}.tsv").open(encoding="utf-8") as file:
+            for query, document, grade in itertools.islice(csv.reader(file, "excel-tab"), 1, None):
+                if int(grade) > 0:
+                    _ = queries[query]
+                    judged.setdefault(query, {})[place[document]] = int(grade)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"error: cannot read {folder}: {error!r}; {FORMAT}") from error
     texts = [f"{title} {text}".strip() for title, text in documents.values()]
-    made = [
-        pair
+    of_documents = (
+        itertools.islice(pairs(*document), MOST)
         for number, document in enumerate(documents.values())
         if number % UNSEEN
-        for pair in itertools.islice(pairs(*document), MOST)
-    ]
+    )
+    made = list(itertools.chain.from_iterable(of_documents))
     for found, what in ((judged, "relevant documents"), (made, "documents of several sentences")):
         if not found:
             raise SystemExit(f"error: {folder} has no {what}")
@@ -71,26 +67,8 @@ def load(folder: Path, split: str = "test") -> Collection:
 
 
 def _texts(path: Path) -> dict[str, tuple[str, str]]:
-    texts: dict[str, tuple[str, str]] = {}
-    for number, line in _lines(path):
-        try:
-            entry = json.loads(line)
-            name, *text = (entry["_id"], entry.get("title") or "", entry["text"])
-            if name in texts or not all(isinstance(each, str) for each in (name, *text)):
-                raise ValueError
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            expected = 'an object with "text" and an "_id" of its own, both strings'
-            raise SystemExit(f"error: {path}, line {number}: expected {expected}") from error
-        texts[name] = text[0], text[1]
-    return texts
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SystemExit(f"error: cannot read {path}: {error}; {FORMAT}") from error
-    return ((number, line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip())
+    entries = map(json.loads, filter(str.strip, path.read_text(encoding="utf-8").split("\n")))
+    return {entry["_id"]: (entry.get("title") or "", entry["text"]) for entry in entries}
 
 
 def pairs(title: str, text: str) -> Iterator[tuple[str, str]]:
