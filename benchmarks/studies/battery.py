@@ -69,9 +69,7 @@ OTHERS = [
     Row("static", "dot", target=64, decay=True),
     *(Row("decoder"), Row("decoder", target=64)),
 ]
-SHORT = [
-    *(Row(steps=100), Row(steps=100, target=64, decay=True), Row("bag", lr=5e-3, steps=100)),
-]
+SHORT = [Row(steps=100), Row(steps=100, target=64, decay=True), Row("bag", lr=5e-3, steps=100)]
 LONG = [
     Row(steps=1000, lr=5e-4, decay=True, target=64),
     *(Row("bag", lr=5e-3, steps=1000), Row("static", "dot", target=64, steps=1000)),

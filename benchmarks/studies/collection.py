@@ -53,8 +53,7 @@ class Tower(nn.Module):
             smaller.weight = nn.Parameter(words.weight[kept].clone())
         out: Any = getattr(model, "get_output_embeddings", lambda: None)()
         has_bias = out is not None and out.bias is not None
-        bias = out.bias.detach()[kept] if has_bias else torch.zeros(len(kept))
-        self.bias = nn.Parameter(bias.clone())
+        self.bias = nn.Parameter(out.bias.detach()[kept] if has_bias else torch.zeros(len(kept)))
         transform = model.cls.predictions.transform if out is not None else None
         self.model: Any = model.base_model
         self.model.set_input_embeddings(smaller)
@@ -72,35 +71,26 @@ def read_model(name: str, texts: Sequence[str]) -> tuple[Any, Callable[[], Any],
 
     Without a name the model is from scratch, and its tokens are learned from the texts.
     """
-    from transformers import (
-        AutoConfig,
-        AutoModel,
-        AutoModelForMaskedLM,
-        AutoTokenizer,
-        BertConfig,
-        BertForMaskedLM,
-        PreTrainedTokenizerFast,
-    )
+    import transformers as tr
+    from tokenizers import BertWordPieceTokenizer
 
     if not name:
-        from tokenizers import BertWordPieceTokenizer
-
         words = BertWordPieceTokenizer()
         words.train_from_iterator(texts, SUBWORDS, show_progress=False)
         sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-        config = BertConfig(vocab_size=words.get_vocab_size(), intermediate_size=512, **sizes)
+        config = tr.BertConfig(vocab_size=words.get_vocab_size(), intermediate_size=512, **sizes)
         special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words._tokenizer, **special)
-        return tokenizer, lambda: BertForMaskedLM(config), False
+        tokenizer = tr.PreTrainedTokenizerFast(tokenizer_object=words._tokenizer, **special)
+        return tokenizer, lambda: tr.BertForMaskedLM(config), False
     try:
-        tokenizer, config = (kind.from_pretrained(name) for kind in (AutoTokenizer, AutoConfig))
+        tokenizer, config = (
+            kind.from_pretrained(name) for kind in (tr.AutoTokenizer, tr.AutoConfig)
+        )
         is_trained = "MaskedLM" in " ".join(config.architectures or [])
-        make = (AutoModelForMaskedLM if is_trained else AutoModel).from_pretrained
+        make = (tr.AutoModelForMaskedLM if is_trained else tr.AutoModel).from_pretrained
         make(name)
     except (ImportError, OSError, ValueError) as error:
         raise SystemExit(f"error: cannot load the --model {name}: {error}") from error
-    if not tokenizer.is_fast or tokenizer.pad_token_id is None:
-        raise SystemExit(f"error: the --model {name} lacks a fast tokenizer with a padding token")
     return tokenizer, lambda: make(name), is_trained
 
 
@@ -114,10 +104,9 @@ class Task:
         lengths = (*LENGTHS, *LENGTHS[:1] * len(collections), *LENGTHS[1:] * len(collections))
         columns = [[pair[side] for one in collections for pair in one.pairs] for side in (0, 1)]
         columns += [one.queries for one in collections] + [one.documents for one in collections]
-        rows = [
-            tokenizer(column, truncation=True, max_length=length)["input_ids"]
-            for column, length in zip(columns, lengths, strict=True)
-        ]
+        cut: dict[str, Any] = {"truncation": True}
+        both = zip(columns, lengths, strict=True)
+        rows = [tokenizer(column, max_length=n, **cut)["input_ids"] for column, n in both]
         used = {token for column in rows for row in column for token in row}
         pad = tokenizer.pad_token_id
         self.kept = torch.tensor([pad, *sorted(used - {pad})])
@@ -145,12 +134,10 @@ class Task:
         for one, *sides in self.tests:
             q, d = encode("query", sides[0]), encode("document", sides[1])
 
-            def rank(
-                q: Tensor, d: Tensor, relevant: Sequence[Mapping[int, int]] = one.relevant
-            ) -> dict[str, float]:
+            def rank(q: Tensor, d: Tensor, one: Collection = one) -> dict[str, float]:
                 if settings.similarity == "cosine":
                     q, d = nn.functional.normalize(q), nn.functional.normalize(d)
-                return {k: float(np.mean(v)) for k, v in ranked(q @ d.T, relevant).items()}
+                return {k: float(np.mean(v)) for k, v in ranked(q @ d.T, one.relevant).items()}
 
             for figures in figures_at(q, d, POINTS, rank, every=UNSEEN):
                 yield {"collection": one.name, "source": one.source} | about | figures

@@ -31,34 +31,23 @@ Rows = Sequence[Tensor]  # token ids of texts
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One training.
-
-    Attributes:
-        start: what a text has active at the start: a share of the vocabulary below 1, or a number
-            of dimensions; 0: as it is.
-        acts: "" (nothing), "gain", "topk" or "fixed".
-        weight: a factor on sentence-transformers' weights, for "fixed".
-        target: dimensions of a document, for "gain" and "topk".
-        query_target: dimensions of a query, for "topk".
-        gain: of the logarithm of the weight, every five steps.
-        late: the shares of the steps at which "topk" starts, and at which it is at its number.
-    """
+    """One training."""
 
     steps: int = 300
     batch: int = 32
     lr: float = 2e-3
-    warmup: float = 0.0
-    decay: bool = False
+    warmup: float = 0.0  # share of the steps
+    decay: bool = False  # linearly to 0
     similarity: Literal["cosine", "dot"] = "cosine"
     temperature: float = 0.05
     seed: int = 0
-    start: float = 0.0
-    acts: str = ""
-    target: float = 32
-    query_target: float = 24
-    gain: float = 0.3
-    late: tuple[float, float] = (0.75, 0.9)
-    weight: float = 1.0
+    start: float = 0.0  # active in a text: a share below 1, or dimensions; 0: as the model is
+    acts: str = ""  # "" (nothing), "gain", "topk" or "fixed"
+    target: float = 32  # dimensions of a document, for "gain" and "topk"
+    query_target: float = 24  # for "topk"
+    gain: float = 0.3  # of the logarithm of the weight, every five steps
+    late: tuple[float, float] = (0.75, 0.9)  # where "topk" starts, and is at its number
+    weight: float = 1.0  # factor on sentence-transformers' weights, for "fixed"
 
     @property
     def arm(self) -> str:
@@ -89,12 +78,10 @@ class Gain:
         """Show the losses of a step."""
         last = ranking if math.isnan(self.ranking) else self.ranking
         self.ranking = 0.9 * last + 0.1 * ranking
-        if self.weight == 0 and (self.ranking > chance / 2 or flops == 0):
-            return
-        self.weight = self.weight or self.first * ranking / flops
-        ratio = max(count(), 0.1) / self.target
-        largest = ranking / max(flops, 1e-12)
-        self.weight = min(self.weight * ratio**self.gain, largest)
+        if flops > 0 and (self.weight or self.ranking <= chance / 2):
+            weight = self.weight or self.first * ranking / flops
+            ratio = max(count(), 0.1) / self.target
+            self.weight = min(weight * ratio**self.gain, ranking / flops)
 
 
 class BatchTopK(nn.Module):
@@ -123,8 +110,8 @@ class BatchTopK(nn.Module):
         k = math.exp((1 - done) * math.log(self.high) + done * math.log(self.target))
         kept = x.detach().flatten().topk(min(round(k * len(x)), active))
         smallest = kept.values[-1].item()
-        mix = 0.9 if done == 1 and self.calls > self.last + 1 else 0.0
-        self.threshold = smallest if mix == 0 else mix * self.threshold + (1 - mix) * smallest
+        mix = 0.9 if self.calls > self.last + 1 else 0.0
+        self.threshold = mix * self.threshold + (1 - mix) * smallest if mix else smallest
         return self._kept(x, smallest)
 
     @staticmethod
@@ -151,17 +138,14 @@ def active(x: Tensor) -> float:
 
 def shift(towers: Towers, pairs: Sequence[tuple[Tensor, Tensor]], start: float) -> None:
     """Shift each bias once, so that a text has that share or number of dimensions active."""
-    done: list[Any] = []
-    for column, side in ((1, "document"), (0, "query")):
-        tower = towers[side].eval()
-        if tower in done or tower.bias is None:
-            continue
-        x = vectors(tower, [pair[column] for pair in pairs[:256]])
-        number = start if start > 1 else start * x.shape[1]
-        if active(x) > number:
-            with torch.no_grad():
-                tower.bias -= calibrate_threshold(x, number)
-        done.append(tower)
+    sides = {id(towers[side]): (towers[side], n) for n, side in enumerate(("query", "document"))}
+    for tower, column in sides.values():
+        if tower.bias is not None:
+            x = vectors(tower.eval(), [pair[column] for pair in pairs[:256]])
+            number = start if start > 1 else start * x.shape[1]
+            if active(x) > number:
+                with torch.no_grad():
+                    tower.bias -= calibrate_threshold(x, number)
 
 
 def train(
@@ -178,11 +162,8 @@ def train(
     )
     g = torch.Generator().manual_seed(1000 + s.seed)
     gain = Gain(s.target, s.gain)
-    late = [share * s.steps for share in s.late]
-    keep = {
-        "query": BatchTopK(s.query_target, *late),
-        "document": BatchTopK(s.target, *late),
-    }
+    numbers = {"query": s.query_target, "document": s.target}
+    keep = {k: BatchTopK(n, *(share * s.steps for share in s.late)) for k, n in numbers.items()}
     chance, counts, probe = math.log(s.batch), [], [pair[1] for pair in pairs[-PROBED:]]
 
     def encode(side: str, rows: Rows) -> Tensor:
@@ -199,17 +180,13 @@ def train(
     modules.train()
     for step in range(s.steps):
         drawn = torch.randint(len(pairs), (s.batch,), generator=g).tolist()
-        sides = zip(
-            ("query", "document"), zip(*(pairs[i] for i in drawn), strict=True), strict=True
-        )
-        x = {side: towers[side](*pad(rows)) for side, rows in sides}
+        sides = enumerate(("query", "document"))
+        x = {side: towers[side](*pad([pairs[i][n] for i in drawn])) for n, side in sides}
         counts.append(active(x["document"]))
         if s.acts == "topk":
             x = {side: keep[side].train()(own) for side, own in x.items()}
-        ranking = info_nce_loss(
-            x["query"], x["document"], temperature=s.temperature, similarity=s.similarity
-        )
-        loss = ranking
+        of: Any = {"temperature": s.temperature, "similarity": s.similarity}
+        loss = ranking = info_nce_loss(x["query"], x["document"], **of)
         if s.acts == "gain":
             flops = flops_loss(x["document"])
             if step % 5 == 0:
@@ -226,14 +203,14 @@ def train(
     in_training = active(torch.cat([vectors(towers["document"], probe) for _ in range(4)]))
     modules.eval()
     figures = {
-        "arm": s.arm,
-        **{key: getattr(s, key) for key in ("steps", "batch", "lr", "similarity", "seed")},
+        key: getattr(s, key) for key in ("arm", "steps", "batch", "lr", "similarity", "seed")
+    }
+    return figures | {
         "first_active": round(counts[0], 1),
         "training_mode": round(in_training, 1),
         "evaluation_mode": round(active(vectors(towers["document"], probe)), 1),
         "seconds": round(seconds, 1),
-    }
-    return figures, encode
+    }, encode
 
 
 def pruned(x: Tensor, number: float, of: Tensor | None = None) -> Tensor:
@@ -283,9 +260,8 @@ class Results:
     """A CSV to which rows are added as they come, so that a study can be cut short."""
 
     def __init__(self, path: Path, study: str, columns: Sequence[str]) -> None:
-        self.path, self.common = path, circumstances(torch.device("cpu"), study)
-        self.common["threads"] = str(torch.get_num_threads())
-        self.columns = columns
+        self.path, self.columns = path, columns
+        self.common = circumstances(torch.device("cpu"), study)
         self.done = {tuple(row[key] for key in columns) for row in read(path)}
 
     def missing(self, **about: Any) -> bool:
