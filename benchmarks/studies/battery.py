@@ -103,8 +103,7 @@ class Texts:
         g = torch.Generator().manual_seed(7)
         anybody = 1.0 / torch.arange(1, V - 4)
         words = [torch.randperm(V - 205, generator=g)[:24] + 205 for _ in range(TOPICS)]
-        documents: list[Tensor] = []
-        queries: list[Tensor] = []
+        documents, queries = list[Tensor](), list[Tensor]()
         document_frequency = torch.zeros(V)
         for topic in range(TOPICS * PER_TOPIC):
             own = words[topic // PER_TOPIC][torch.randperm(24, generator=g)[:8]]
@@ -169,8 +168,7 @@ class Tower(nn.Module):
             weights = self.idf[ids] * mask * (ids > 4)
             return torch.zeros(len(ids), V).scatter_(1, ids, weights)
         hidden = self.model(ids) if self.kind == "bag" else self.model(ids, mask)[0]
-        vectors: Tensor = self.head(hidden, mask)
-        return vectors
+        return self.head(hidden, mask)  # type: ignore[no-any-return]
 
 
 def towers_of(row: Row, texts: Texts) -> Towers:
@@ -195,11 +193,6 @@ def recall_10(similarity: str) -> Callable[[Tensor, Tensor], Mapping[str, float]
     return rank
 
 
-def points(target: float) -> list[tuple[float, float]]:
-    """Return the dimensions of queries and documents to which vectors are pruned."""
-    return [(0.75 * target, target), (target / 2, target / 2)]
-
-
 def run(row: Row, arm: Mapping[str, Any], texts: Texts, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Train once; yield the figures, unpruned and pruned for the targets that share it."""
     settings = _settings(row, arm, seed)
@@ -209,9 +202,8 @@ def run(row: Row, arm: Mapping[str, Any], texts: Texts, seed: int = 0) -> Iterat
     q, d = encode("query", texts.queries), encode("document", texts.documents)
     alike = [one for one in ROWS if (_alone(one), _settings(one, arm, seed)) == same]
     targets = [row.target, *(one.target for one in alike)]
-    asked = [point for target in dict.fromkeys(targets) for point in points(target)]
-    first = {"row": _alone(row), "bias": row.bias, "decay": row.decay}
-    first["held_back"] = row.held_back
+    asked = [point for n in targets for point in ((0.75 * n, n), (n / 2, n / 2))]
+    first = {"row": _alone(row), "bias": row.bias, "decay": row.decay, "held_back": row.held_back}
     for figures in figures_at(q, d, asked, recall_10(row.similarity)):
         yield first | about | figures
 

@@ -62,15 +62,11 @@ class Tower(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the vectors."""
-        vectors: Tensor = self.head(self.model(ids, mask)[0], mask)
-        return vectors
+        return self.head(self.model(ids, mask)[0], mask)  # type: ignore[no-any-return]
 
 
 def read_model(name: str, texts: Sequence[str]) -> tuple[Any, Callable[[], Any], bool]:
-    """Return the tokenizer, what makes the model, and whether its head is trained.
-
-    Without a name the model is from scratch, and its tokens are learned from the texts.
-    """
+    """Return the tokenizer, what makes the model, and whether its head is trained."""
     import transformers as tr
     from tokenizers import BertWordPieceTokenizer
 
@@ -160,8 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     task = Task([load(folder, args.split) for folder in args.data], args.model)
     default = 0.0 if task.is_trained else START if task.is_pretrained else SPARSE
-    columns = ("model", "arm", "similarity", "steps", "seed")
-    results = Results(args.output, "collection", columns)
+    results = Results(args.output, "collection", ("model", "arm", "similarity", "steps", "seed"))
     for seed, arm in itertools.product(args.seeds, args.arms):
         for start in args.start or [default]:
             own = {"similarity": args.similarity, "steps": args.steps, "seed": seed}
