@@ -52,20 +52,23 @@ test-oldest: $(OLDEST)/.ready  ## the package on the oldest PyTorch that it take
 mutate: $(VENV)/.mutate  ## does a test fail where a line is wrong? (ARGS="sparse_losses.losses.flops*")
 	OMP_NUM_THREADS=1 CI=1 $(PY) -m tools.mutate $(ARGS)
 
-compatibility: $(VENV)/.dev  ## what works with what: run those tests, write docs/compatibility.md
+compatibility: $(VENV)/.dev  ## what works with what: run those tests, write the table of docs/compatibility.md
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests -m works_with \
 	  --compatibility docs/results/compatibility.json
-	$(PY) tools/compatibility.py
+	$(PY) -m tools.tables
 
-figures: $(VENV)/.docs  ## draw the pictures of the docs anew (ARGS="info_nce"); the site draws them by itself
+figures: $(VENV)/.docs  ## pictures and tables of the docs anew, from the committed results
 	$(PY) -m tools.figures $(ARGS)
+	$(PY) -m tools.front
+	$(PY) -m tools.tables
 
 # Drawn with the package and from committed results, hence again when one of these has changed.
 FIGURES = docs/figures/.drawn
-$(FIGURES): $(VENV)/.docs $(wildcard tools/figures/*.py docs/results/* benchmarks/results/*.csv)
+$(FIGURES): $(VENV)/.docs $(wildcard tools/*.py tools/figures/*.py docs/results/* benchmarks/results/*.csv)
 $(FIGURES): $(shell find sparse_losses -name '*.py')
 	rm -rf $(@D)
 	$(PY) -m tools.figures
+	$(PY) -m tools.tables
 	touch $@
 
 site: $(FIGURES)  ## build the docs site into build/site; a warning is an error

@@ -42,7 +42,7 @@ def _on_device(request):
     if device == "cpu":
         yield
         return
-    from tools.on_device import on_device
+    from tests.on_device import on_device
 
     with on_device(device):
         yield
@@ -70,7 +70,7 @@ def pytest_collection(session):
     device = session.config.getoption("--device")
     if device == "cpu":
         return (yield)
-    from tools.on_device import on_device
+    from tests.on_device import on_device
 
     with on_device(device):
         return (yield)

@@ -1,7 +1,6 @@
-"""Write the table of trainers in docs/compatibility.md from the tests marked `works_with`.
+"""The table of trainers in docs/compatibility.md, from the tests marked ``works_with``.
 
-``pytest --compatibility docs/results/compatibility.json`` writes the results. What the page says
-after the table stays.
+``pytest --compatibility docs/results/compatibility.json`` writes the results.
 """
 
 import json
@@ -33,25 +32,9 @@ TRAINERS = {  # the columns, with the packages whose versions they show
     "Lightning": ["lightning"],
 }
 
-HEAD = """---
-description: Which trainers work with half precision, compilation, several devices and caching.
----
-
-# Compatibility
-
-This page shows what is tested with which trainer. A mark stands for tests that train with the real
-package and compare weights or losses with a plain loop. An empty cell is untested. All tests ran on
-CPUs; two devices are two gloo processes.
-
-"""
-FOOT = """
-`make compatibility` writes this table from a test run. `docs/results/compatibility.json` has the
-tests of each cell.
-"""
-
 
 def render(record: dict[str, Any]) -> str:
-    """Return the page; a test that failed backs nothing."""
+    """Return the table of a record; a test that failed backs nothing."""
     passed = [test for test in record["tests"].values() if test["outcome"] == "passed"]
     backed = {
         (trainer, feature)
@@ -59,8 +42,7 @@ def render(record: dict[str, Any]) -> str:
         for trainer, *features in test["works_with"]
         for feature in features
     }
-    lines = ['<div class="dense-table" markdown>', ""]
-    lines += ["| | " + " | ".join(TRAINERS) + " |", "|---|" + ":---:|" * len(TRAINERS)]
+    lines = ["| | " + " | ".join(TRAINERS) + " |", "|---|" + ":---:|" * len(TRAINERS)]
     for feature, title in FEATURES.items():
         cells = ["✓" if (trainer, feature) in backed else "" for trainer in TRAINERS]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
@@ -68,11 +50,9 @@ def render(record: dict[str, Any]) -> str:
         ", ".join(f"{package} {record['versions'].get(package, '')}" for package in packages)
         for packages in TRAINERS.values()
     ]
-    lines += ["| tested with | " + " | ".join(versions) + " |", "", "</div>"]
-    return HEAD + "\n".join(lines) + "\n" + FOOT
+    return "\n".join([*lines, "| tested with | " + " | ".join(versions) + " |"])
 
 
-if __name__ == "__main__":
-    _, _, rest = PAGE.read_text(encoding="utf-8").partition(FOOT.splitlines()[-1] + "\n")
-    table = render(json.loads(RECORD.read_text(encoding="utf-8")))
-    PAGE.write_text(table + rest, encoding="utf-8")
+def table() -> str:
+    """Return the table of the committed record."""
+    return render(json.loads(RECORD.read_text(encoding="utf-8")))

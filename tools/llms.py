@@ -1,8 +1,7 @@
 """Write llms.txt and llms-full.txt into a built site: ``python -m tools.llms build/site``.
 
-llms.txt lists the English pages by section, with their descriptions. llms-full.txt holds their
-Markdown, without the API and the changelog. Addresses begin with SITE_URL if it is set, and are
-relative otherwise.
+llms.txt lists the English pages by section. llms-full.txt holds their Markdown, without the API and
+the changelog. Addresses begin with SITE_URL if it is set, and are relative otherwise.
 """
 
 import os
@@ -39,12 +38,6 @@ def pages(nav: list[Any]) -> Iterator[str]:
                 yield from pages(below)
 
 
-def text_of(path: str) -> str:
-    """Return a page's Markdown with snippets expanded and references to tests and API as text."""
-    text = (DOCS / path).read_text(encoding="utf-8")
-    return REFERENCE.sub(r"\1", expand(body(text))).strip()
-
-
 def line(path: str) -> str:
     """Return a page's title, address and description as an entry of a list."""
     text = (DOCS / path).read_text(encoding="utf-8")
@@ -72,20 +65,16 @@ def short(config: dict[str, Any]) -> str:
 
 
 def full(config: dict[str, Any]) -> str:
-    """Return the text of llms-full.txt."""
-    left_out = NOT_ENGLISH + NOT_WHOLE
-    kept = [path for path in pages(config["nav"]) if not path.startswith(left_out)]
-    return "\n\n".join(f"<!-- {address(path)} -->\n\n{text_of(path)}" for path in kept) + "\n"
-
-
-def main(arguments: list[str]) -> int:
-    """Write both files."""
-    (site,) = map(Path, arguments)
-    config = settings()
-    (site / "llms.txt").write_text(short(config), encoding="utf-8")
-    (site / "llms-full.txt").write_text(full(config), encoding="utf-8")
-    return 0
+    """Return the text of llms-full.txt, with references to the API as text."""
+    parts = []
+    for path in pages(config["nav"]):
+        if not path.startswith(NOT_ENGLISH + NOT_WHOLE):
+            text = expand(body((DOCS / path).read_text(encoding="utf-8")))
+            parts.append(f"<!-- {address(path)} -->\n\n" + REFERENCE.sub(r"\1", text).strip())
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    site, settings_ = Path(sys.argv[1]), settings()
+    (site / "llms.txt").write_text(short(settings_), encoding="utf-8")
+    (site / "llms-full.txt").write_text(full(settings_), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How the docs' pages are read: front matter, included sections, code blocks, translations."""
+"""How the docs' pages are read: front matter, included sections, code blocks."""
 
 import re
 import textwrap
@@ -15,11 +15,6 @@ MARKER = re.compile(r"--8<-- \[(?P<end>start|end):\s*(?P<section>[\w-]+)\]")
 FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w-]*)")
 
 
-def pages() -> list[Path]:
-    """Return the translated pages."""
-    return sorted(page for language in LANGUAGES for page in DOCS.glob(f"{language}/**/*.md"))
-
-
 def front_matter(text: str) -> dict[str, str]:
     """Return the keys and values of a page's front matter."""
     match = FRONT_MATTER.match(text)
@@ -30,18 +25,6 @@ def front_matter(text: str) -> dict[str, str]:
 def body(text: str) -> str:
     """Return a page without its front matter."""
     return FRONT_MATTER.sub("", text, count=1)
-
-
-def original(page: Path) -> Path:
-    """Return the English page.
-
-    Raises:
-        ValueError: if the page names none, or a missing one.
-    """
-    name = front_matter(page.read_text(encoding="utf-8")).get("translation_of", "")
-    if not name or not (DOCS / name).is_file():
-        raise ValueError(f"{page}: expected a page of docs/ in translation_of, got {name!r}")
-    return DOCS / name
 
 
 def expand(text: str) -> str:

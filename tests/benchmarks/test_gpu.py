@@ -15,7 +15,7 @@ pytest.importorskip("rich")
 from benchmarks import losses
 from benchmarks.run import old_and_new
 from benchmarks.studies import training_step
-from tools.on_device import on_device
+from tests.on_device import on_device
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-ROOMS = ("schema", "losses", "run", "report", "studies", "__main__")
+ROOMS = ("schema", "losses", "run", "studies", "__main__")
 FILES = [path for path in sorted(BENCHMARKS.rglob("*.py")) if path.parent != BENCHMARKS]
 
 

@@ -51,5 +51,5 @@ def test_the_files_for_language_models_name_every_english_page(folder):
         page for page in english if not any(f"{each}/".endswith(f"{page}/") for each in linked)
     } == set()
     assert "# Quickstart" in whole
-    assert "SparsityController(objective" in whole
+    assert "calibrate(" in whole
     assert "--8<--" not in whole

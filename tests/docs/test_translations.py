@@ -6,9 +6,9 @@ import re
 import pytest
 
 from tools import markdown
-from tools.markdown import DOCS, body, expand, front_matter, original, pages
+from tools.markdown import DOCS, LANGUAGES, body, expand, front_matter
 
-PAGES = pages()
+PAGES = sorted(page for language in LANGUAGES for page in DOCS.glob(f"{language}/**/*.md"))
 FOLLOWS = {
     "ko": "이 번역은 {} 영어 페이지를 따른다.",
     "ja": "この翻訳は {} の英語ページに従います。",
@@ -41,7 +41,7 @@ def test_formulas_are_included_from_the_english_page(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_a_page_and_its_translation_link_to_each_other(page):
-    english = original(page)
+    english = DOCS / front_matter(page.read_text(encoding="utf-8"))["translation_of"]
     assert f"]({os.path.relpath(english, page.parent)})" in page.read_text(encoding="utf-8")
     assert f"]({os.path.relpath(page, english.parent)})" in english.read_text(encoding="utf-8")
 

@@ -9,6 +9,7 @@ import torch
 
 import sparse_losses as sl
 from sparse_losses.functional import flops_loss
+from sparse_losses.objective import terms
 from tests.porting.compare import N, Q, V, activations, assert_follows
 
 LAMBDA_Q, LAMBDA_D = 0.3, 0.1
@@ -53,42 +54,32 @@ def test_naver_l1_of_queries_and_joint_flops_of_documents(triplets):
     def theirs(query, positive, negative):
         return LAMBDA_Q * np.abs(query).sum(1).mean() + LAMBDA_D * flops(positive, negative)
 
-    weights = {"query_language_penalty": LAMBDA_Q, "document_flops": LAMBDA_D}
-    penalty = sl.LanguagePenaltyLoss(torch.ones(V))
-    objective = sl.SpladeObjective(weights, language_penalty=penalty)
-    ours = objective(sl.SpladeBatch(*map(sl.Texts, triplets))).total
+    query, *documents = triplets
+    l1 = sl.LanguagePenaltyLoss(torch.ones(V))(query)
+    ours = LAMBDA_Q * l1 + LAMBDA_D * flops_loss(torch.cat(documents))
     assert_follows(theirs, ours, *triplets)
 
 
-def test_naver_in_batch_negatives_and_the_own_one(triplets):
-    """The other queries' negatives are no candidates."""
+@pytest.mark.parametrize("others", ["positives", "none", "negatives"])
+def test_naver_softmax(triplets, others):
+    """Over the own pair, and the batch's positives, nobody's, or all negatives."""
 
     def theirs(query, positive, negative):
-        scores = query @ positive.T
-        own = (query * negative).sum(1)
-        others = [np.delete(row, i) for i, row in enumerate(scores)]
-        return negative_log_softmax(np.column_stack([np.diag(scores), others, own]))
+        own = (query * positive).sum(1), (query * negative).sum(1)
+        if others == "negatives":
+            return negative_log_softmax(np.column_stack([own[0], query @ negative.T]))
+        scores = [np.delete(row, i) for i, row in enumerate(query @ positive.T)]
+        columns = [own[0], scores, own[1]] if others == "positives" else own
+        return negative_log_softmax(np.column_stack(columns))
 
     query, positive, negative = triplets
-    ours = sl.InfoNCELoss(temperature=1.0, similarity="dot")
-    assert_follows(theirs, ours(query, positive, negative[:, None]), *triplets)
-
-
-def test_naver_pairwise_negative_log_likelihood(triplets):
-    def theirs(query, positive, negative):
-        scores = (query * positive).sum(1), (query * negative).sum(1)
-        return negative_log_softmax(np.column_stack(scores))
-
-    query, positive, negative = triplets
-    assert_follows(theirs, sl.NPairLoss()(query, positive, negative[:, None]), *triplets)
-
-
-def test_naver_all_negatives_of_the_batch_and_no_other_positive(triplets):
-    def theirs(query, positive, negative):
-        own = (query * positive).sum(1)
-        return negative_log_softmax(np.column_stack([own, query @ negative.T]))
-
-    assert_follows(theirs, sl.NPairLoss()(*triplets), *triplets)
+    info_nce, n_pair = sl.InfoNCELoss(temperature=1.0, similarity="dot"), sl.NPairLoss()
+    ours = {
+        "positives": lambda: info_nce(query, positive, negative[:, None]),
+        "none": lambda: n_pair(query, positive, negative[:, None]),
+        "negatives": lambda: n_pair(*triplets),
+    }
+    assert_follows(theirs, ours[others](), *triplets)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -128,7 +119,7 @@ def test_opensearch_flops_of_every_group():
 def test_quadratic_warm_up(first):
     """Theirs counts the step that is taken, from 1: tell ours of a step before the first."""
     steps, total = 8, 5
-    objective = sl.SpladeObjective({"document_flops": LAMBDA_D})
+    objective = sl.SpladeObjective({"document_flops": (LAMBDA_D, terms.flops("document"))})
     schedule = sl.TrainingSchedule(
         objective, warmups={"document_flops": sl.Warmup(total, "quadratic")}
     )

@@ -19,9 +19,8 @@ from sentence_transformers.sparse_encoder.losses import (
 
 import sparse_losses as sl
 import sparse_losses.functional as F
-from tests.distributed.ranks import run_ranks
+from sparse_losses.objective import terms
 from tests.porting.compare import N, Q, V, activations, assert_equal
-from tests.porting.on_two_ranks import on_rank, our_losses, values_and_gradients
 from tests.representation.tiny_models import tokenizer
 
 
@@ -67,8 +66,11 @@ def test_splade_loss(columns):
         query_regularizer_weight=0.7,
     )
     objective = sl.SpladeObjective(
-        {"info_nce": 1.0, "document_flops": 0.3, "query_flops": 0.7},
-        info_nce=sl.InfoNCELoss(temperature=1.0, similarity="dot"),
+        {
+            "info_nce": (1.0, terms.info_nce(sl.InfoNCELoss(temperature=1.0, similarity="dot"))),
+            "document_flops": (0.3, terms.flops("document")),
+            "query_flops": (0.7, terms.flops("query")),
+        }
     )
     query, positive = map(sl.Texts, columns[:2])
     ours, _ = objective(sl.SpladeBatch(query, positive, sl.Texts(torch.cat(columns[2:]))))
@@ -170,9 +172,8 @@ def test_gist_with_anchors_and_positives_as_negatives(columns, strategy, margin,
 
     positive_mask = torch.eye(Q, 4 * Q)
     mask = F.false_negative_mask(scores(*guides), positive_mask, **bound)
-    ours = F.info_nce_from_scores(
-        scores(*columns[:3]), positive_mask, candidate_mask=mask, temperature=0.2
-    )
+    value = scores(*columns[:3])
+    ours = F.info_nce_from_scores(value, positive_mask, candidate_mask=mask, temperature=0.2)
     assert_equal(theirs, ours, *columns[:3])
 
 
@@ -193,7 +194,7 @@ def test_margin_mse(columns, labels, negatives):
 def test_margin_mse_of_the_objective(columns):
     teacher = 5 * activations(Q, 1 + N, seed=9).detach()
     theirs = SparseMarginMSELoss(None).compute_loss_from_embeddings(columns, teacher)
-    objective = sl.SpladeObjective({"margin_mse": 1.0}, info_nce=sl.InfoNCELoss(similarity="dot"))
+    objective = sl.SpladeObjective({"margin_mse": (1.0, terms.margin_mse(similarity="dot"))})
     own = sl.Texts(torch.stack(columns[2:], 1))
     batch = sl.SpladeBatch(sl.Texts(columns[0]), sl.Texts(columns[1]), own, teacher_scores=teacher)
     batch = batch._replace(teacher_candidates="own")  # as many as there are positives
@@ -248,25 +249,3 @@ def test_warm_up(shape):
         callback.on_step_begin(None, state, None)
         assert loss.query_regularizer_weight == pytest.approx(0.7 * ramp(step), abs=0)
         assert loss.document_regularizer_weight == pytest.approx(0.3 * ramp(step), abs=0)
-
-
-def test_several_devices():
-    """Their value is of a device's own rows, ours of all; the averaged gradient is the same."""
-    one = values_and_gradients(None, our_losses, False)
-    ranks = run_ranks(2, on_rank)
-    value, gradient = one["info_nce"]
-    for rank in ranks:
-        torch.testing.assert_close(rank["theirs"]["info_nce"][1], gradient)
-        torch.testing.assert_close(rank["ours"]["info_nce"][1], gradient)
-        assert rank["ours"]["info_nce"][0] == pytest.approx(value)
-    theirs = [rank["theirs"]["info_nce"][0] for rank in ranks]
-    assert theirs[0] != pytest.approx(theirs[1])
-    assert sum(theirs) / 2 == pytest.approx(value)
-
-    value, gradient = one["flops"]
-    for rank in ranks:
-        torch.testing.assert_close(rank["ours"]["flops"][1], gradient)
-        assert rank["ours"]["flops"][0] == pytest.approx(value)
-        torch.testing.assert_close(rank["theirs"]["flops"], rank["ours alone"]["flops"])
-    # FLOPS of each device's own rows is larger than FLOPS of all.
-    assert sum(rank["theirs"]["flops"][0] for rank in ranks) / 2 > 1.01 * value

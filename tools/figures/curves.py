@@ -159,17 +159,6 @@ def min_activation(*, tokens: int, top_k: int, threshold: float) -> Result:
     return slopes(0.00317 + np.arange(200) * 0.01, losses)
 
 
-def n_pair(*, length: float, negatives: int) -> Result:
-    """One row, all negatives at cosine 0; anchor and positive both have `length`."""
-    anchor, negative = ones(200, 1), zeros(negatives, 1)
-    cosine = (np.arange(200) + 0.5) / 100 - 1
-
-    def loss(dot: Tensor) -> Tensor:
-        return F.n_pair_loss(anchor, dot[:, None], negative, reduction="none")
-
-    return slopes(length**2 * cosine, {"": loss}) | {"x": cosine}
-
-
 def nws(*, similarity: float, beta: float, temperature: float, prototypes: int) -> Result:
     """One row against the cosine of a key with another label; `similarity` is that of the labels.
 
@@ -233,17 +222,6 @@ def positive_activation(*, weight: float, tokens: int, others: float) -> Result:
 
     losses = {"plain": loss, "saturating": lambda x: loss(x, saturating=True)}
     return slopes([i / 20 for i in range(121)], losses)
-
-
-def ranknet(*, temperature: float) -> Result:
-    """One pair, whose first candidate the teacher prefers."""
-    teacher = torch.stack([ones(161), zeros(161)], dim=1)
-
-    def loss(lead: Tensor) -> Tensor:
-        student = torch.stack([lead, zeros(161)], dim=1)
-        return F.ranknet_loss(student, teacher, temperature=temperature, reduction="none")
-
-    return slopes(np.linspace(-4, 4, 161), {"": loss})
 
 
 def self_reconstruction(*, vocabulary: int, tokens: int, others: float) -> Result:
@@ -333,12 +311,6 @@ FIGURES = {
         panels("loss of the text", "gradient by that activation"),
         {"": {"tokens": 3, "top_k": 5, "threshold": 0.5}},
     ),
-    "n_pair": Figure(
-        n_pair,
-        COSINE,
-        panels("loss, in nats", "gradient by their dot product"),
-        {f"length {x:g}": {"length": x, "negatives": 31} for x in (1.0, 2.0, 4.0, 8.0)},
-    ),
     "nws": Figure(
         nws,
         "cosine of query and key",
@@ -371,12 +343,6 @@ FIGURES = {
         "activation of one token of the positive",
         panels("loss of the row", "gradient by that activation"),
         {f"weight {w}": {"weight": w, "tokens": 10, "others": 1.0} for w in (1.0, 0.1)},
-    ),
-    "ranknet": Figure(
-        ranknet,
-        "the student's lead",
-        panels("loss, in nats", "gradient by that lead"),
-        {f"T = {t:g}": {"temperature": t} for t in (0.5, 1.0, 2.0)},
     ),
     "self_reconstruction": Figure(
         self_reconstruction,

