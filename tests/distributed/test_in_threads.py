@@ -11,7 +11,15 @@ import pytest
 import torch
 
 import sparse_losses.functional as F
-from sparse_losses import ActivationFrequency, DocumentFrequency, LabelQueue
+from sparse_losses import (
+    ActivationFrequency,
+    DocumentFrequency,
+    InfoNCELoss,
+    LabelQueue,
+    SpladeBatch,
+    SpladeObjective,
+    Texts,
+)
 from sparse_losses.distributed import (
     agree_across_ranks,
     average_grad_over_ranks,
@@ -24,9 +32,9 @@ from sparse_losses.distributed import (
     sum_over_ranks,
 )
 from sparse_losses.functional import info_nce_loss
+from sparse_losses.objective import terms
 from tests.cases import CASES, to_tensors
 from tests.distributed.test_gather import PLAINEST, check, part, reductions, whole
-from sparse_losses.objective import terms
 from tests.distributed.threads import run_threads
 from tests.strategies import draw
 
