@@ -72,13 +72,12 @@ class TrainingSchedule:
     lacks, or has with a weight of 0, stays off: to start one later, give early phases a 0.
 
     Examples:
-        >>> from sparse_losses import SpladeObjective, TrainingSchedule, Warmup
-        >>> from sparse_losses.objective import terms
-        >>> objective = SpladeObjective({"document_flops": (0.1, terms.flops("document"))})
-        >>> schedule = TrainingSchedule(objective, warmups={"document_flops": Warmup(10)})
+        >>> from sparse_losses import RECOMMENDED, TrainingSchedule, Warmup
+        >>> objective = RECOMMENDED.objective()
+        >>> schedule = TrainingSchedule(objective, warmups={"info_nce": Warmup(10)})
         >>> schedule.step()  # or once `schedule.attach(optimizer)`
-        >>> round(objective.weights["document_flops"], 4)
-        0.01
+        >>> objective.weights
+        {'info_nce': 0.1}
     """
 
     def __init__(
