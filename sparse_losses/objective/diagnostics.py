@@ -27,7 +27,14 @@ NUMBERS = 11  # that a batch adds beside those by token
 
 
 class Report(dict[str, float]):
-    """A dict of numbers by name, for a logger; ``print`` shows it as a table."""
+    """A dict of numbers by name, for a logger; ``print`` shows it as a table.
+
+    Examples:
+        >>> from sparse_losses import Report
+        >>> print(Report(dead_rows=0.25, index_flops=12.5))
+        dead_rows    25.0%
+        index_flops  12.5
+    """
 
     def __str__(self) -> str:
         """Return one line per number."""
