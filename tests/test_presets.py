@@ -125,16 +125,12 @@ def test_recommended_is_info_nce_of_dot_products():
     assert RECOMMENDED.missing() == []
 
 
-def test_stopwords_may_be_hidden():
-    for hidden in (False, True):
-        made = V26.objective(idf=IDF, stopword_ids=STOPWORDS, hide_stopwords=hidden)
-        for name in ("info_nce", "query_flops"):
-            assert made.terms[name].token_ids.tolist() == STOPWORDS * hidden
-
-
-def test_numbers_that_the_notes_lack_must_be_set():
+def test_what_an_objective_needs_and_hides():
     assert V22.missing() == ["temperature", "margin", "top_k", "threshold"]
     assert V26.missing() == V28.missing() == []
+    hidden = V26.objective(idf=IDF, stopword_ids=STOPWORDS, hide_stopwords=True).terms
+    assert hidden["info_nce"].token_ids.tolist() == STOPWORDS
+    assert hidden["query_flops"].token_ids.tolist() == STOPWORDS
     with pytest.raises(ValueError, match=r"V22, got None for temp.*V22.replace\(temperature="):
         V22.objective()
     with pytest.raises(ValueError, match="V26 weighs FLOPS by token and needs `idf`"):

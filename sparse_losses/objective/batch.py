@@ -25,6 +25,11 @@ class Texts(NamedTuple):
         attention_mask: 0/1, in the shape of ``input_ids``.
         logits: signed pooled logits, in the shape of ``activations``. Self-reconstruction and
             minimum activation use them where present, and then reach inactive tokens too.
+
+    Examples:
+        >>> import torch
+        >>> from sparse_losses import Texts
+        >>> texts = Texts(torch.rand(2, 9), torch.tensor([[3, 1], [4, 0]]))
     """
 
     activations: Tensor
@@ -70,6 +75,13 @@ class SpladeBatch(NamedTuple):
             a candidate out of the row in the terms on scores. Its vector must be finite.
         gather: whether the terms use all ranks' texts; the objective sets it.
         memory: what the terms of one call share; the objective sets it, and drops it at its end.
+
+    Examples:
+        >>> import torch
+        >>> from sparse_losses import SpladeBatch, Texts
+        >>> batch = SpladeBatch(Texts(torch.eye(3)), Texts(torch.eye(3)))
+        >>> batch.scores("dot").diagonal()
+        tensor([1., 1., 1.])
     """
 
     anchor: Texts

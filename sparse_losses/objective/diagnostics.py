@@ -148,14 +148,11 @@ class Diagnostics:
         is_live = is_on_top[:, 0]
         count = is_active.sum(1) * is_live
         rows = count.new_full((), len(x))
-        numbers = [
-            *(rows, is_live.sum(), count.sum()),
-            (values[:, 0] <= 0).sum(),
-            (count > self.vocab_size / 4).sum(),
-            *self._recall(x, input_ids, attention_mask, zero),
-            *self._recall(x, *others, zero),
-            *(rows if training else zero, zero if training is None else rows),
-        ]
+        is_dead, is_dense = values[:, 0] <= 0, count > self.vocab_size / 4
+        numbers = [rows, is_live.sum(), count.sum(), is_dead.sum(), is_dense.sum()]
+        for tokens in ((input_ids, attention_mask), others):
+            numbers += self._recall(x, *tokens, zero)
+        numbers += [rows if training else zero, zero if training is None else rows]
         # `relu` keeps a NaN. A row with one is neither live nor dead.
         columns = x.relu().sum(0, dtype=wide), is_active.sum(0, dtype=wide), top
         sums = torch.cat([*columns, torch.stack(numbers).to(wide)])
@@ -180,11 +177,7 @@ class Diagnostics:
         return (hits / total.clamp(min=1)).to(zero).sum(), (total > 0).sum().to(zero)
 
     def all_reduce(self) -> "Diagnostics":
-        """Sum the state over all ranks, on every rank, and return this object.
-
-        Every rank must call it, even without batches, once before ``report`` and ``reset``: a
-        second call would count every text again.
-        """
+        """Sum the state over all ranks, each of which must call it, once before a ``reset``."""
         if num_ranks() == 1:
             return self
         if self._state is None:
@@ -204,10 +197,7 @@ class Diagnostics:
         return self.report_later().read()
 
     def report_later(self) -> HostCopy[Report]:
-        """Start copying the numbers to the host; ``.read()`` the report some steps later.
-
-        It does not wait then, and later updates and resets do not change the report.
-        """
+        """Start copying the numbers to the host; ``.read()`` does not wait some steps later."""
         if self._state is None:
             return HostCopy(torch.empty(0), lambda _: Report())
         sums, extremes = self._state
@@ -247,10 +237,7 @@ class Diagnostics:
         return report
 
     def top_tokens(self, k: int = 20) -> dict[int, float]:
-        """Return the ``k`` ids most often among a text's ``top_k``, with their share of the texts.
-
-        If they are stopwords, or the same few in every text, the vectors carry little information.
-        """
+        """Return the ``k`` ids most often among a text's ``top_k``, with their share of texts."""
         return self._largest_shares(2, k)
 
     def longest_lists(self, k: int = 20) -> dict[int, float]:

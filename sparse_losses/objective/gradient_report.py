@@ -50,6 +50,13 @@ def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> GradientR
 
     It takes one backward pass per term, to the activations only: the encoder does not run, and no
     ``.grad`` changes. Memory holds one gradient of the batch per term.
+
+    Examples:
+        >>> import torch
+        >>> from sparse_losses import RECOMMENDED, SpladeBatch, Texts, gradient_report
+        >>> batch = SpladeBatch(Texts(torch.rand(4, 50)), Texts(torch.rand(4, 50)))
+        >>> [*gradient_report(RECOMMENDED.objective(), batch).norms]
+        ['info_nce']
     """
     check_batch(batch)
     leaves: list[Tensor] = []

@@ -16,7 +16,13 @@ from sparse_losses.objective.terms import Function
 
 
 class ObjectiveOutput(NamedTuple):
-    """The weighted sum to minimise, 0-d, and every active term, unweighted and without a graph."""
+    """The weighted sum to minimise, 0-d, and every active term, unweighted and without a graph.
+
+    Examples:
+        >>> import torch
+        >>> from sparse_losses import ObjectiveOutput
+        >>> total, terms = ObjectiveOutput(torch.tensor(1.0), {"info_nce": torch.tensor(1.0)})
+    """
 
     total: Tensor
     terms: dict[str, Tensor]

@@ -16,6 +16,11 @@ class Phase:
     """InfoNCE's temperature and weights by name, up to an epoch; without a number the objective's.
 
     A temperature that is a tensor is filled as the phase begins, and is the optimiser's within it.
+
+    Examples:
+        >>> from sparse_losses import Phase
+        >>> Phase(8, temperature=0.08, weights={"distillation": 2.5})
+        Phase(last=8, temperature=0.08, weights={'distillation': 2.5})
     """
 
     last: int
@@ -51,7 +56,13 @@ class Curriculum:
 
 @dataclasses.dataclass(frozen=True)
 class Warmup:
-    """A factor that rises from 0 to 1 in ``steps`` optimiser steps, or the square of it."""
+    """A factor that rises from 0 to 1 in ``steps`` optimiser steps, or the square of it.
+
+    Examples:
+        >>> from sparse_losses import Warmup
+        >>> [Warmup(4, "quadratic")(step) for step in range(6)]
+        [0.0, 0.0625, 0.25, 0.5625, 1.0, 1.0]
+    """
 
     steps: int
     shape: Literal["linear", "quadratic"] = "linear"
@@ -72,13 +83,12 @@ class TrainingSchedule:
     lacks, or has with a weight of 0, stays off: to start one later, give early phases a 0.
 
     Examples:
-        >>> from sparse_losses import SpladeObjective, TrainingSchedule, Warmup
-        >>> from sparse_losses.objective import terms
-        >>> objective = SpladeObjective({"document_flops": (0.1, terms.flops("document"))})
-        >>> schedule = TrainingSchedule(objective, warmups={"document_flops": Warmup(10)})
+        >>> from sparse_losses import RECOMMENDED, TrainingSchedule, Warmup
+        >>> objective = RECOMMENDED.objective()
+        >>> schedule = TrainingSchedule(objective, warmups={"info_nce": Warmup(10)})
         >>> schedule.step()  # or once `schedule.attach(optimizer)`
-        >>> round(objective.weights["document_flops"], 4)
-        0.01
+        >>> objective.weights
+        {'info_nce': 0.1}
     """
 
     def __init__(

@@ -95,11 +95,7 @@ def score_candidates(
     positive: Mapping[str, Any],
     negative: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """Return a teacher's scores of all candidates: ``[B, B]``, with negatives ``[B, B + N]``.
-
-    Raises:
-        ValueError: for scores of another shape.
-    """
+    """Return a teacher's scores of all candidates: ``[B, B]``, with negatives ``[B, B + N]``."""
     scores = _scores(teacher, anchor, positive)
     if negative is None:
         return scores
