@@ -139,10 +139,9 @@ class SpladeEncoder(nn.Module):
                 "expected `model` to be a model of transformers without adapters, got "
                 f"{type(model).__name__}: model.merge_and_unload() merges adapters"
             )
-        self.model = model if expansion else model.base_model
+        self.model, self.tokenizer = model if expansion else model.base_model, tokenizer
         set_attention(inner, bidirectional=bidirectional)
         self._inputs = without_cache(inner.base_model)
-        self.tokenizer = tokenizer
         config = inner.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         parts.check_tokenizer(tokenizer, self.vocab_size)

@@ -334,59 +334,55 @@ def test_nan_counts_for_nothing_and_stays():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "message"),
     [
-        ({"target_active": 0}, ValueError, "`target_active`"),
-        ({"target_active": 151}, ValueError, "`target_active` from `keep_at_least` = 1 to V = 150"),
-        ({"target_active": 0.5}, ValueError, "`keep_at_least` = 1 .*, got 0.5"),
-        ({"target_active": "9"}, TypeError, "`target_active`"),
-        ({"target_active": ()}, ValueError, "`query_target` for each"),
-        ({"target_active": None}, ValueError, "dimensions or `target_products`, got neither"),
-        ({"target_products": 1.0}, ValueError, "dimensions or `target_products`, got both"),
-        ({"query_target": 3}, ValueError, "expected `queries`"),
-        ({"target_active": None, "target_products": 1.0}, ValueError, "expected `queries`"),
-        (
-            {"target_active": None, "target_products": 0, "queries": TEXTS},
-            ValueError,
-            "`target_products`",
-        ),
-        ({"target_active": (5, 9), "query_target": (3,)}, ValueError, "`query_target` for each"),
-        ({"target_active": (5, 9), "method": "shift"}, ValueError, "expected one `target_active`"),
-        ({"query_target": 3, "method": "shift"}, ValueError, "one shift changes both sides"),
-        ({"method": "cut"}, ValueError, "`method`"),
-        ({"keep_at_least": -1}, ValueError, "`keep_at_least`"),
-        ({"documents": []}, ValueError, "at least one document, got none"),
-        ({"queries": []}, ValueError, "at least one query, got none"),
-        ({"documents": "a text"}, TypeError, "`texts`"),
-        ({"documents": (text for text in TEXTS)}, TypeError, "`texts`"),
-        ({"model": torch.nn.Linear(2, 2)}, TypeError, "expected a SpladeEncoder, a SpladeHead, or"),
+        ({"target_active": 0}, "`target_active`"),
+        ({"target_active": 151}, "`target_active` from `keep_at_least` = 1 to V = 150, got 151"),
+        ({"target_active": 0.5}, "`keep_at_least` = 1 .*, got 0.5"),
+        ({"target_active": "9"}, "`target_active`"),
+        ({"target_active": ()}, "`query_target` for each"),
+        ({"target_active": None}, "dimensions or `target_products`, got neither"),
+        ({"target_products": 1.0}, "dimensions or `target_products`, got both"),
+        ({"query_target": 3}, "expected `queries`"),
+        ({"target_active": None, "target_products": 1.0}, "expected `queries`"),
+        ({"target_active": None, "target_products": 0, "queries": TEXTS}, "`target_products`"),
+        ({"target_active": (5, 9), "query_target": (3,)}, "`query_target` for each"),
+        ({"target_active": (5, 9), "method": "shift"}, "expected one `target_active`"),
+        ({"query_target": 3, "method": "shift"}, "one shift changes both sides"),
+        ({"method": "cut"}, "`method`"),
+        ({"keep_at_least": -1}, "`keep_at_least`"),
+        ({"documents": []}, "at least one document, got none"),
+        ({"queries": []}, "at least one query, got none"),
+        ({"documents": "a text"}, "`texts`"),
+        ({"documents": (text for text in TEXTS)}, "`texts`"),
+        ({"model": torch.nn.Linear(2, 2)}, "expected a SpladeEncoder, a SpladeHead, or a Spars"),
     ],
 )
-def test_bad_input_is_named_and_changes_nothing(options, error, message):
+def test_bad_input_is_named_and_changes_nothing(options, message):
     encoder = make(document_threshold=0.5)
     bias = bias_of(encoder).clone()
     defaults = {"model": encoder, "documents": DOCUMENTS, "target_active": 5}
-    with pytest.raises(error, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         calibrate(**(defaults | options))
     assert (encoder.document_threshold, encoder.budgets) == (0.5, {})
     assert torch.equal(bias_of(encoder), bias)
 
 
 @pytest.mark.parametrize(
-    ("x", "target", "error", "message"),
+    ("x", "target", "message"),
     [
-        (torch.ones(2, 4), 4.5, ValueError, "`target_active` above 0 and up to V = 4, got 4.5"),
-        (torch.ones(2, 4), 0, ValueError, "`target_active`"),
-        (torch.ones(4), 1, ValueError, r"shape \[..., V\], got \[4\]"),
-        (torch.tensor([[1.0, -1.0]]), 1, ValueError, "activations >= 0, got -1"),
-        (torch.ones(0, 4), 1, ValueError, "at least one row, got none"),
-        (torch.tensor([[800.0, 900.0]]), 1, ValueError, "those of finite logits, got 900"),
-        (torch.ones(2, 4).to_sparse_csr(), 1, TypeError, "`activations` to be dense"),
-        ([[1.0]], 1, TypeError, "`activations` to be a torch.Tensor, got list"),
+        (torch.ones(2, 4), 4.5, "`target_active` above 0 and up to V = 4, got 4.5"),
+        (torch.ones(2, 4), 0, "`target_active`"),
+        (torch.ones(4), 1, r"shape \[..., V\], got \[4\]"),
+        (torch.tensor([[1.0, -1.0]]), 1, "activations >= 0, got -1"),
+        (torch.ones(0, 4), 1, "at least one row, got none"),
+        (torch.tensor([[800.0, 900.0]]), 1, "those of finite logits, got 900"),
+        (torch.ones(2, 4).to_sparse_csr(), 1, "`activations` to be dense"),
+        ([[1.0]], 1, "`activations` to be a torch.Tensor, got list"),
     ],
 )
-def test_wrong_activations_are_named(x, target, error, message):
-    with pytest.raises(error, match=message):
+def test_wrong_activations_are_named(x, target, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         calibrate_threshold(x, target)
 
 
