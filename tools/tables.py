@@ -56,6 +56,8 @@ def one(path: Path, **wanted: str) -> Row:
 
 def cost(row: Row) -> str:
     """Return memory and time of a row."""
+    if row.get("status", "ok") != "ok":
+        return "out of memory"
     mib = row.get("peak_mib") or float(row["peak_bytes"]) / MIB
     return f"{figure(float(mib))} MiB, {seconds(float(row['seconds']))}"
 
@@ -101,26 +103,13 @@ def memory() -> str:
     return markdown(("loss", "case", *heading), rows, words=2)
 
 
-def pivot(
-    file: str, key: str, cell: Callable[[Row], str], variants: Mapping[str, str], label: str
-) -> str:
-    """A row for each value of a column, a cell for each variant."""
+def pivot(file: str, key: str, variants: Mapping[str, str]) -> str:
+    """Memory and time: a row for each value of a column, a cell for each variant."""
     rows: dict[str, dict[str, str]] = {}
     for row in read(BENCHMARKS / file):
-        rows.setdefault(row[key], {})[row["variant"]] = cell(row)
-    cells = [[f"{int(value):,}", *map(row.get, variants)] for value, row in rows.items()]
-    return markdown((label, *variants.values()), cells, words=0)
-
-
-def gpu_cost(row: Row) -> str:
-    """Return memory and time of a training step on a GPU."""
-    return cost(row) if row["status"] == "ok" else "out of memory"
-
-
-def speed(row: Row) -> str:
-    """Return texts per second and memory of encoding."""
-    memory = figure(float(row["peak_mib"]))
-    return f"{float(row['texts_per_second']):.0f} texts/s, {memory} MiB"
+        rows.setdefault(row[key], {})[row["variant"]] = cost(row)
+    cells = [[f"{int(value):,}", *map(row.__getitem__, variants)] for value, row in rows.items()]
+    return markdown((key, *variants.values()), cells, words=0)
 
 
 MODELS = {
@@ -199,16 +188,28 @@ def demo(part: str) -> str:
     return markdown(("vectors of", "active", "pruned", "stopwords", "rare", "own"), rows)
 
 
+def language_models() -> str:
+    """How many classes of transformers compute what the encoder computes, and which do not."""
+    text = (RESULTS / "language_models.json").read_text(encoding="utf-8")
+    kinds: dict[str, list[str]] = {}
+    for name, found in json.loads(text)["classes"].items():
+        kinds.setdefault(found["status"], []).append(name.partition(" ")[0])
+    rows = [
+        (kind, str(len(names)), "" if kind == "exact" else ", ".join(f"`{x}`" for x in names))
+        for kind, names in kinds.items()
+    ]
+    return markdown(("", "classes", "which"), rows, words=3)
+
+
 BOTH = {"eager": "plain formulas", "ours": "sparse-losses"}
 STEP = {"use_splade_head": "with `use_splade_head`", PEER: "without"}
-ENCODERS = {"SpladeEncoder": "`SpladeEncoder`", PEER: PEER}
 TABLES: dict[str, Callable[[], str]] = {
     "front": front,
     "memory": memory,
-    "gpu": lambda: pivot("cuda-training.csv", "pairs", gpu_cost, BOTH, "pairs"),
-    "step": lambda: pivot("sentence-transformers-step.csv", "vocabulary", cost, STEP, "vocabulary"),
-    "encode": lambda: pivot("encode.csv", "batch_size", speed, ENCODERS, "texts in a batch"),
+    "gpu": lambda: pivot("cuda-training.csv", "pairs", BOTH),
+    "step": lambda: pivot("sentence-transformers-step.csv", "vocabulary", STEP),
     "compatibility": compatibility.table,
+    "language models": language_models,
     "quality": functools.partial(ranking, "64"),
     "ranking": functools.partial(ranking, "128", "64", "32", "16"),
     "start": start,
