@@ -1,7 +1,6 @@
 # Two commands: `make demo` trains and evaluates, `make test` tests; each sets itself up first.
 VENV ?= .venv
 OLDEST = .venv-oldest
-ST5 = .venv-sentence-transformers-5
 PYTHON ?= python3
 ARGS ?=
 JOBS ?= 2
@@ -17,7 +16,6 @@ PIP = $(PY) -m pip --disable-pip-version-check -q
 export OMP_WAIT_POLICY = PASSIVE
 
 .PHONY: help demo bench bench-peers bench-calculated bench-gpu compatibility figures test test-oldest fuzz mutate
-.PHONY: test-sentence-transformers-5
 .PHONY: site serve site-zensical test-site lint wheel clean
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -50,10 +48,6 @@ OF_THE_PACKAGE = tests/_core tests/distributed tests/fast tests/losses tests/obj
 test-oldest: $(OLDEST)/.ready  ## the package on the oldest PyTorch that it takes, in an environment of its own
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile \
 	  $(OF_THE_PACKAGE) $(ARGS)
-
-test-sentence-transformers-5: $(ST5)/.ready  ## the integration with sentence-transformers 5.1, and its ONNX backend
-	OMP_NUM_THREADS=1 $(ST5)/bin/python -m pytest -W ignore \
-	  tests/integrations/test_sentence_transformers_5.py $(ARGS)
 
 mutate: $(VENV)/.mutate  ## does a test fail where a line is wrong? (ARGS="sparse_losses.losses.flops*")
 	OMP_NUM_THREADS=1 CI=1 $(PY) -m tools.mutate $(ARGS)
@@ -105,7 +99,7 @@ wheel: $(VENV)/.dev  ## build the wheel and use it away from the sources
 	cd build/wheel && PYTHONPATH=site $(abspath $(PY)) $(abspath tools/check_wheel.py)
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(OLDEST) $(ST5) build dist mutants docs/figures .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist mutants docs/figures .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -137,12 +131,4 @@ $(OLDEST)/.ready: constraints-oldest.txt pyproject.toml
 	$(PIP) install -c constraints-oldest.txt pip
 	$(PIP) install $(TORCH_SOURCE) --no-deps -c constraints-oldest.txt torch
 	$(PIP) install -c constraints-oldest.txt -e . --group test-oldest
-	touch $@
-
-$(ST5)/.ready: VENV = $(ST5)
-$(ST5)/.ready: constraints-sentence-transformers-5.txt pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt pip
-	$(PIP) install $(TORCH_SOURCE) --no-deps -c constraints-sentence-transformers-5.txt torch
-	$(PIP) install -c constraints-sentence-transformers-5.txt -e . --group test-sentence-transformers-5
 	touch $@

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# All measurements and tests on a GPU, in 15 minutes: benchmarks/gpu.sh [training] [losses] [ranks] [tests]
+# What a GPU is asked for, in 12 minutes: benchmarks/gpu.sh [tests] [compare] [training] [graphs]
 # By default all four parts. A part that is out of time is interrupted and has 15 seconds to save
-# what it has; a second run of the losses continues there. PYTHON is the interpreter, LOGS the folder for outputs.
+# what it has. PYTHON is the interpreter, LOGS the folder for outputs, OLD a folder with an older
+# sparse_losses (git archive COMMIT sparse_losses | tar x -C build/old).
 set -uo pipefail
 cd "$(dirname "$0")/.."
-python=${PYTHON:-python3} logs=${LOGS:-build/gpu} results=benchmarks/results
+python=${PYTHON:-python3} logs=${LOGS:-build/gpu} results=${RESULTS:-benchmarks/results}
 export OMP_WAIT_POLICY=PASSIVE PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$logs"
 failed=0
@@ -22,31 +23,36 @@ part() { # name, seconds, module, options
 }
 
 # Versions of pytest and PyTorch may differ from the pinned ones, so warnings are not errors. With -v
-# the name of a failed test is in the log at once.
+# the name of a failed test is in the log at once. The head comes first: its gradient waits for a copy.
 options=(-v -p no:cacheprovider -o minversion=7 -W default --tb=short --maxfail=40)
 
 tests() {
   "$python" -c "import xdist" 2> /dev/null && options+=(-n auto)
-  part tests 360 pytest "${options[@]}" --device cuda tests/losses tests/representation/test_{head,pooling}.py
+  part tests 120 pytest "${options[@]}" --device cuda tests/representation/test_{head,pooling}.py tests/losses
 }
 
-ranks() {
-  part ranks 120 pytest "${options[@]}" tests/distributed/test_on_accelerators.py
+compare() { # old against new, interleaved
+  part compare 285 benchmarks.run.old_and_new "${OLD:-build/old}" --device cuda --suite gpu --budget 270 \
+    --output "$results/cuda-old-new.csv"
 }
 
-losses() { # compiling all cases takes several times as long
-  part losses 240 benchmarks --device cuda --suite gpu --no-compile --output "$results/cuda-gpu.csv"
+training() { # a step at the two ends: few active entries, and the start of a training
+  local active
+  for active in 0.01 1; do
+    part "training-$active" 120 benchmarks.studies.training_step --device cuda --active "$active" \
+      --output "$results/cuda-training-$active.csv"
+  done
 }
 
-training() {
-  part training 120 benchmarks.studies.training_step --device cuda --output "$results/cuda-training.csv"
+graphs() {
+  part graphs 60 benchmarks.run.graphs
 }
 
-[ $# -gt 0 ] || set -- training losses ranks tests
+[ $# -gt 0 ] || set -- tests compare training graphs
 for name; do
   case $name in
-    training | losses | ranks | tests) "$name" ;;
-    *) echo "expected parts training, losses, ranks or tests, got $name" >&2 && exit 2 ;;
+    tests | compare | training | graphs) "$name" ;;
+    *) echo "expected parts tests, compare, training or graphs, got $name" >&2 && exit 2 ;;
   esac
 done
 exit "$failed"

@@ -16,13 +16,14 @@ from torch.utils.data import DataLoader
 from sparse_losses import (
     InfoNCELoss,
     ObjectiveOutput,
-    SparsityController,
     SpladeBatch,
     SpladeEncoder,
     SpladeObjective,
     TrainingSchedule,
     Warmup,
+    calibrate,
 )
+from sparse_losses.objective import terms
 
 
 class Training(torch.nn.Module):
@@ -55,12 +56,13 @@ def train(
     return {"total": total.item()} | {name: term.item() for name, term in terms.items()}
 
 
-def start() -> tuple[tuple[Any, ...], list[Any]]:
-    """What is trained, and its schedules; a resumed run starts with the same."""
+def start() -> tuple[tuple[Any, ...], TrainingSchedule]:
+    """What is trained, and its schedule; a resumed run starts with the same."""
     encoder = tiny.encoder()
+    calibrate(encoder, tiny.DOCUMENTS, 8, method="shift")  # the start
+    loss = InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.1)))
     objective = SpladeObjective(
-        {"info_nce": 1.0, "query_flops": 0.01, "document_flops": 0.01},
-        info_nce=InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.1))),
+        {"info_nce": (1.0, terms.info_nce(loss)), "query_flops": (0.01, terms.flops("query"))},
         gather=True,  # candidates and means of all devices
     )
     model = Training(encoder, objective)
@@ -71,32 +73,27 @@ def start() -> tuple[tuple[Any, ...], list[Any]]:
 
     loader = DataLoader(tiny.TRAIN, batch_size=8, shuffle=True, collate_fn=collate)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    schedules = [
-        TrainingSchedule(objective, warmups={"query_flops": Warmup(20, "quadratic")}),
-        SparsityController(objective, "document_flops", target_active=8),
-    ]
-    for schedule in schedules:
-        schedule.attach(optimizer)
-        accelerator.register_for_checkpointing(schedule)
-    return (accelerator, *accelerator.prepare(model, optimizer, loader)), schedules
+    schedule = TrainingSchedule(objective, warmups={"query_flops": Warmup(20, "quadratic")})
+    schedule.attach(optimizer)
+    accelerator.register_for_checkpointing(schedule)
+    return (accelerator, *accelerator.prepare(model, optimizer, loader)), schedule
 
 
 def main(folder: Path) -> None:
-    parts, schedules = start()
+    parts, schedule = start()
     accelerator, model, *_ = parts
     train(*parts, epochs=4)
     # Not as safetensors, which leave out what model and head share.
     accelerator.save_state(str(folder), safe_serialization=False)
     log = train(*parts, epochs=4)
 
-    resumed, same_schedules = start()
+    resumed, same = start()
     resumed[0].load_state(str(folder))
     assert train(*resumed, epochs=4) == log
-    for schedule, same in zip(schedules, same_schedules, strict=True):
-        assert same.state_dict() == schedule.state_dict()
-    accelerator.print(log, schedules[1])
+    assert same.state_dict() == schedule.state_dict()
+    accelerator.print(log)
     encoder = accelerator.unwrap_model(model).encoder
-    encoder.calibrate(tiny.DOCUMENTS, 5)  # prunes; save the encoder afterwards
+    calibrate(encoder, tiny.DOCUMENTS, 3)  # the end: save the encoder afterwards
     accelerator.print(f"held-out active dimensions: {tiny.active_dimensions(encoder):.1f}")
 
 

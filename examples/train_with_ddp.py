@@ -17,13 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from sparse_losses import (
     InfoNCELoss,
     ObjectiveOutput,
-    SparsityController,
     SpladeBatch,
     SpladeEncoder,
     SpladeObjective,
     TrainingSchedule,
     Warmup,
+    calibrate,
 )
+from sparse_losses.objective import terms
 
 
 class Training(torch.nn.Module):
@@ -57,16 +58,12 @@ def train(
     """Return the last state; `folder` has one of every twentieth step."""
     device, rank, ranks = next(training.parameters()).device, dist.get_rank(), dist.get_world_size()
     encoder, objective = training.encoder, training.objective
-    schedules = {
-        "warm-up": TrainingSchedule(objective, warmups={"query_flops": Warmup(20, "quadratic")}),
-        "controller": SparsityController(objective, "document_flops", target_active=8),
-    }
+    schedule = TrainingSchedule(objective, warmups={"query_flops": Warmup(20, "quadratic")})
     model = DistributedDataParallel(training.train())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    for schedule in schedules.values():
-        schedule.attach(optimizer)  # counts the steps that the scaler does not skip
-    parts = {"training": training, "optimizer": optimizer, "scaler": scaler, **schedules}
+    schedule.attach(optimizer)  # counts the steps that the scaler does not skip
+    parts = {"training": training, "optimizer": optimizer, "scaler": scaler, "schedule": schedule}
     first, log = 0, {}
     if resume is not None:
         saved = torch.load(resume, map_location=device, weights_only=True)
@@ -90,29 +87,31 @@ def train(
         log = {"total": total.item(), **{name: term.item() for name, term in terms.items()}}
         state = {name: part.state_dict() for name, part in parts.items()} | {"step": step + 1}
         if rank == 0 and (step + 1) % 20 == 0:  # after a step every rank has the same state
-            print(log, schedules["controller"], flush=True)
+            print(log, schedule, flush=True)
             save(folder / f"step-{step + 1}.pt", state)
     dist.barrier()
     return state | {"log": log}
 
 
 def start() -> Training:
+    encoder = tiny.encoder()
+    calibrate(encoder, tiny.DOCUMENTS, 8, method="shift")  # the start
+    loss = InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.1)))
     objective = SpladeObjective(
-        {"info_nce": 1.0, "query_flops": 0.01, "document_flops": 0.01},
-        info_nce=InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.1))),
+        {"info_nce": (1.0, terms.info_nce(loss)), "query_flops": (0.01, terms.flops("query"))},
         gather=True,  # candidates and means of all ranks
     )
     device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
-    return Training(tiny.encoder(), objective).to(device)
+    return Training(encoder, objective).to(device)
 
 
 def main(folder: Path) -> None:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     whole = train(training := start(), folder)
     resumed = train(start(), folder, resume=folder / "step-20.pt")
-    assert (resumed["controller"], resumed["log"]) == (whole["controller"], whole["log"])
+    assert (resumed["schedule"], resumed["log"]) == (whole["schedule"], whole["log"])
     if dist.get_rank() == 0:
-        training.encoder.calibrate(tiny.DOCUMENTS, 5)  # prunes; save the encoder afterwards
+        calibrate(training.encoder, tiny.DOCUMENTS, 3)  # the end: save the encoder afterwards
         print(f"held-out active dimensions: {tiny.active_dimensions(training.encoder):.1f}")
     dist.destroy_process_group()
 

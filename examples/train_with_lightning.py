@@ -5,7 +5,7 @@ python examples/train_with_lightning.py
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from torch.utils.data import DataLoader
 
 from sparse_losses import (
     InfoNCELoss,
-    SparsityController,
     SpladeBatch,
     SpladeEncoder,
     SpladeObjective,
     TrainingSchedule,
     Warmup,
+    calibrate,
 )
+from sparse_losses.objective import terms
 
 adamw = functools.partial(torch.optim.AdamW, lr=3e-3)
 
@@ -32,12 +33,12 @@ class Retriever(lightning.LightningModule):
         self,
         encoder: SpladeEncoder,
         objective: SpladeObjective,
-        schedules: Sequence[Any] = (),
+        schedule: TrainingSchedule,
         optimizer: Callable[..., torch.optim.Optimizer] = adamw,
     ) -> None:
         super().__init__()
         self.encoder, self.objective = encoder, objective
-        self.schedules, self.optimizer = list(schedules), optimizer
+        self.schedule, self.optimizer = schedule, optimizer
         self.train()  # a loaded model is in evaluation mode, and Lightning leaves it there
 
     def loss(self, columns: dict[str, Any], prefix: str = "") -> torch.Tensor:
@@ -48,12 +49,6 @@ class Retriever(lightning.LightningModule):
         return total
 
     def training_step(self, columns: dict[str, Any]) -> torch.Tensor:
-        for controller in self.schedules:
-            if isinstance(controller, SparsityController):
-                numbers = controller.report()
-                for name in ("target", "active", "weight"):
-                    if numbers[name] is not None:  # before the first measurement
-                        self.log(f"{controller.term}/{name}", float(numbers[name]))
         return self.loss(columns)
 
     def validation_step(self, columns: dict[str, Any]) -> None:
@@ -61,29 +56,25 @@ class Retriever(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         optimizer = self.optimizer(self.parameters())
-        for schedule in self.schedules:
-            schedule.attach(optimizer)
+        self.schedule.attach(optimizer)
         return optimizer
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["schedules"] = [schedule.state_dict() for schedule in self.schedules]
+        checkpoint["schedule"] = self.schedule.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        for schedule, state in zip(self.schedules, checkpoint["schedules"], strict=True):
-            schedule.load_state_dict(state)
+        self.schedule.load_state_dict(checkpoint["schedule"])
 
 
 def train(folder: Path, *, epochs: int, resume: Path | None = None) -> lightning.Trainer:
     encoder = tiny.encoder(dropout=0.0)  # Lightning does not save the random state
+    calibrate(encoder, tiny.DOCUMENTS, 8, method="shift")  # the start
+    loss = InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.1)))
     objective = SpladeObjective(
-        {"info_nce": 1.0, "query_flops": 0.01, "document_flops": 0.01},
-        info_nce=InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.1))),
+        {"info_nce": (1.0, terms.info_nce(loss)), "query_flops": (0.01, terms.flops("query"))},
         gather=True,  # candidates and means of all devices
     )
-    schedules = [
-        TrainingSchedule(objective, warmups={"query_flops": Warmup(20, "quadratic")}),
-        SparsityController(objective, "document_flops", target_active=8),
-    ]
+    schedule = TrainingSchedule(objective, warmups={"query_flops": Warmup(20, "quadratic")})
 
     def collate(rows: list[dict[str, str]]) -> dict[str, Any]:
         return {side: encoder.tokenize([row[side] for row in rows]) for side in rows[0]}
@@ -92,7 +83,7 @@ def train(folder: Path, *, epochs: int, resume: Path | None = None) -> lightning
     trainer = lightning.Trainer(
         max_epochs=epochs, default_root_dir=folder, logger=False, enable_progress_bar=False
     )
-    trainer.fit(Retriever(encoder, objective, schedules), *loaders, ckpt_path=resume)
+    trainer.fit(Retriever(encoder, objective, schedule), *loaders, ckpt_path=resume)
     return trainer
 
 
@@ -101,10 +92,9 @@ def main(folder: Path) -> None:
     checkpoint = half.checkpoint_callback.best_model_path
     resumed = train(folder, epochs=8, resume=checkpoint)
     assert resumed.callback_metrics == whole.callback_metrics
-    for mine, other in zip(resumed.model.schedules, whole.model.schedules, strict=True):
-        assert mine.state_dict() == other.state_dict()
+    assert resumed.model.schedule.state_dict() == whole.model.schedule.state_dict()
     print({name: round(x.item(), 4) for name, x in whole.callback_metrics.items()})
-    whole.model.encoder.calibrate(tiny.DOCUMENTS, 5)  # prunes; save the encoder afterwards
+    calibrate(whole.model.encoder, tiny.DOCUMENTS, 3)  # the end: save the encoder afterwards
     print(f"held-out active dimensions: {tiny.active_dimensions(whole.model.encoder):.1f}")
 
 

@@ -15,60 +15,69 @@ from transformers import Trainer, TrainingArguments
 from sparse_losses import (
     Diagnostics,
     InfoNCELoss,
-    SparsityController,
     SpladeBatch,
     SpladeEncoder,
     SpladeObjective,
     TrainingSchedule,
     Warmup,
+    calibrate,
 )
-from sparse_losses.functional import splade_pool
 from sparse_losses.integrations.transformers import TrainingState
+from sparse_losses.objective import terms
 
 
 class ObjectiveTrainer(Trainer):
-    """A Trainer of a masked language model whose loss is an objective of this package."""
+    """A Trainer whose model is a SpladeEncoder, and whose loss is an objective."""
 
     def __init__(self, *args: Any, objective: SpladeObjective, **options: Any) -> None:
         super().__init__(*args, **options)
         self.objective = objective.to(self.args.device)
         self.label_names, self.can_return_loss = [], True  # an evaluation needs no labels
+        # The loss is a mean. Of other models a Trainer takes it for a sum if a batch has `labels`,
+        # and then does not divide it by the number of accumulated batches.
+        self.model_accepts_loss_kwargs = False
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        def encode(input_ids, attention_mask):
-            logits = model(input_ids=input_ids, attention_mask=attention_mask).logits
-            return splade_pool(logits, attention_mask)
-
-        total, _ = self.objective(SpladeBatch.from_columns(encode, inputs))
+        total, _ = self.objective(SpladeBatch.from_columns(model, inputs))
         return (total, {}) if return_outputs else total
+
+    # Checkpoints are folders that `SpladeEncoder.from_pretrained` loads.
+    def _save(self, output_dir=None, state_dict=None):
+        if self.args.should_save:
+            self.model.save_pretrained(output_dir or self.args.output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        saved = SpladeEncoder.from_pretrained(resume_from_checkpoint)
+        self.model.load_state_dict(saved.state_dict())
+
+    def _load_best_model(self):
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
 
 
 def train(folder: Path, *, steps: int = 40, resume: Path | None = None) -> ObjectiveTrainer:
     encoder = tiny.encoder()
-    model, tokenizer = encoder.model, encoder.tokenizer  # from AutoModelForMaskedLM, AutoTokenizer
+    calibrate(encoder, tiny.DOCUMENTS, 8, method="shift")  # the start
+    loss = InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.1)))
     objective = SpladeObjective(
-        {"info_nce": 1.0, "query_flops": 0.01, "document_flops": 0.01},
-        info_nce=InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.1))),
+        {"info_nce": (1.0, terms.info_nce(loss)), "query_flops": (0.01, terms.flops("query"))},
         gather=True,  # candidates and means of all devices
     )
     optimizer = torch.optim.AdamW(
         [
-            {"params": model.parameters()},
+            {"params": encoder.parameters()},
             {"params": objective.parameters(), "lr": 1e-3, "weight_decay": 0.0},
         ],
         lr=3e-3,
     )
     state = TrainingState(
         TrainingSchedule(objective, warmups={"query_flops": Warmup(20, "quadratic")}),
-        SparsityController(objective, "document_flops", target_active=8),
         loss=objective,
         diagnostics={"document": Diagnostics(encoder.vocab_size)},
-        calibrate_on=tiny.DOCUMENTS,
-        calibrate_to=5,
-        encoder=encoder,
+        calibrate_on=tiny.DOCUMENTS,  # the end
+        calibrate_to=3,
     )
     trainer = ObjectiveTrainer(
-        model,
+        encoder,
         TrainingArguments(
             str(folder),
             max_steps=steps,
@@ -82,7 +91,6 @@ def train(folder: Path, *, steps: int = 40, resume: Path | None = None) -> Objec
             use_cpu=not torch.cuda.is_available(),
         ),
         objective=objective,
-        processing_class=tokenizer,
         data_collator=lambda rows: {
             side: encoder.tokenize([row[side] for row in rows]) for side in ("anchor", "positive")
         },
@@ -100,8 +108,6 @@ def train(folder: Path, *, steps: int = 40, resume: Path | None = None) -> Objec
 def main(folder: Path) -> None:
     trainer = train(folder)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    for name in ("target", "active", "weight", "status"):
-        assert f"document_flops/{name}" in logs[-1]
     resumed = train(folder, resume=folder / "checkpoint-20")
     assert logs[-1] == [entry for entry in resumed.state.log_history if "loss" in entry][-1]
     if trainer.is_world_process_zero():

@@ -1,5 +1,7 @@
 """PyTorch losses for learned sparse retrievers and contrastive encoders."""
 
+from sparse_losses._core.implementations import explain
+from sparse_losses.losses._false_negatives import false_negative_mask
 from sparse_losses.losses._mix_teachers import mix_teachers
 from sparse_losses.losses._mutual_information import mutual_information_lower_bound
 from sparse_losses.losses.distillation import DistillationLoss, distillation_loss
@@ -8,7 +10,6 @@ from sparse_losses.losses.idf_flops import IdfFlopsLoss, idf_flops_loss
 from sparse_losses.losses.info_nce import (
     InfoNCEFromScoresLoss,
     InfoNCELoss,
-    false_negative_mask,
     info_nce_from_scores,
     info_nce_loss,
 )
@@ -33,22 +34,20 @@ from sparse_losses.losses.self_reconstruction import (
 )
 from sparse_losses.losses.triplet_margin import TripletMarginLoss, triplet_margin_loss
 from sparse_losses.metrics import context_overlap, recall_at_k
-from sparse_losses.objective.advice import Finding, advise
 from sparse_losses.objective.batch import SpladeBatch, Texts
-from sparse_losses.objective.controller import CollapseError, SparsityController
 from sparse_losses.objective.diagnostics import Diagnostics, Report
 from sparse_losses.objective.gradient_report import GradientReport, gradient_report
 from sparse_losses.objective.objective import ObjectiveOutput, SpladeObjective
 from sparse_losses.objective.schedules import Curriculum, Phase, TrainingSchedule, Warmup
 from sparse_losses.objective.teacher import BM25Teacher
-from sparse_losses.presets import COSINE, RECOMMENDED, V22, V23, V25, V26, V28, Preset
+from sparse_losses.presets import RECOMMENDED, V22, V23, V25, V26, V28, Preset
 from sparse_losses.queue import LabelQueue
-from sparse_losses.representation.calibration import calibrate, calibrate_threshold
 from sparse_losses.representation.encoder import SpladeEncoder
 from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead, splade_head
 from sparse_losses.representation.pooling import splade_pool, token_weights
 from sparse_losses.representation.static import StaticQueryEncoder
+from sparse_losses.sparsity.calibration import Calibration, calibrate, calibrate_threshold
 from sparse_losses.vocabulary.activation_frequency import ActivationFrequency
 from sparse_losses.vocabulary.bm25 import bm25_scores
 from sparse_losses.vocabulary.document_frequency import DocumentFrequency
@@ -59,7 +58,6 @@ from sparse_losses.vocabulary.penalties import idf_penalty, language_penalty
 __version__ = "0.1.0"
 
 __all__ = [
-    "COSINE",
     "RECOMMENDED",
     "V22",
     "V23",
@@ -68,13 +66,12 @@ __all__ = [
     "V28",
     "ActivationFrequency",
     "BM25Teacher",
-    "CollapseError",
+    "Calibration",
     "ContextGate",
     "Curriculum",
     "Diagnostics",
     "DistillationLoss",
     "DocumentFrequency",
-    "Finding",
     "FlopsLoss",
     "GradientReport",
     "IdfFlopsLoss",
@@ -95,7 +92,6 @@ __all__ = [
     "RankNetLoss",
     "Report",
     "SelfReconstructionLoss",
-    "SparsityController",
     "SpladeBatch",
     "SpladeEncoder",
     "SpladeHead",
@@ -106,12 +102,12 @@ __all__ = [
     "TripletMarginLoss",
     "Warmup",
     "__version__",
-    "advise",
     "bm25_scores",
     "calibrate",
     "calibrate_threshold",
     "context_overlap",
     "distillation_loss",
+    "explain",
     "false_negative_mask",
     "flops_loss",
     "gradient_report",

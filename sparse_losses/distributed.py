@@ -8,8 +8,8 @@ the gradient of one process with the whole batch.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# PyTorch 2.13 has new names and warns of the old ones. We use public functions that write into a
-# tensor because the compiler can trace them.
+# PyTorch 2.13 has new names. What writes into a tensor can be traced by the compiler.
 if dist.is_available():
     _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -40,7 +39,7 @@ def rank() -> int:
 def gather_rows(x: Tensor, gather: bool = True) -> Tensor:
     """Return the rows of all ranks ``[W B, ...]``, in the order of the ranks, with gradients.
 
-    Every rank must call it, with the same shape and dtype. Without ``gather`` it returns ``x``.
+    Every rank must call it, with the same shape and dtype.
 
     Examples:
         >>> import torch
@@ -48,67 +47,44 @@ def gather_rows(x: Tensor, gather: bool = True) -> Tensor:
         >>> gather_rows(torch.ones(2, 3)).shape  # no process group: one rank
         torch.Size([2, 3])
     """
-    if not gather or num_ranks() == 1:
-        return x
-    if x.dtype == torch.bool:  # not every backend can send bool
+    if gather and x.dtype == torch.bool and num_ranks() > 1:  # not every backend can send bool
         return gather_rows(x.to(torch.uint8)).to(torch.bool)
-    # PyTorch's `Function.apply` has no types.
-    gathered: Tensor = _Gather.apply(x)  # type: ignore[no-untyped-call]
-    return gathered
+    return _unless_alone(_Gather, x) if gather else x
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
-    """Return the sum of all ranks' ``x``, with its gradient.
-
-    Every rank must call it, with the same shape and dtype.
-
-    Examples:
-        >>> import torch
-        >>> from sparse_losses.distributed import sum_over_ranks
-        >>> sum_over_ranks(torch.ones(2))  # no process group: one rank
-        tensor([1., 1.])
-    """
-    if num_ranks() == 1:
-        return x
-    total: Tensor = _Sum.apply(x)  # type: ignore[no-untyped-call]  # as above
-    return total
+    """Return the sum of all ranks' ``x``, of the same shape and dtype, with its gradient."""
+    return _unless_alone(_Sum, x)
 
 
 def average_grad_over_ranks(value: Tensor) -> Tensor:
     """Return a value that all ranks share; its gradient is the mean over the ranks."""
-    if num_ranks() == 1:
-        return value
-    shared: Tensor = _Shared.apply(value)  # type: ignore[no-untyped-call]  # as above
-    return shared
+    return _unless_alone(_Shared, value)
 
 
 def scatter_sum(x: Tensor) -> Tensor:
-    """Return this rank's rows ``[B, ...]`` of the sum over ranks of ``x [W B, ...]``.
+    """Return this rank's rows ``[B, ...]`` of the sum over ranks of ``x [W B, ...]``."""
+    return _unless_alone(_Scatter, x)
 
-    Every rank must call it, with the same shape and dtype.
-    """
-    if num_ranks() == 1:
-        return x
-    own: Tensor = _Scatter.apply(x)  # type: ignore[no-untyped-call]  # as above
-    return own
+
+def _unless_alone(function: Any, x: Tensor) -> Tensor:
+    result: Tensor = function.apply(x) if num_ranks() > 1 else x
+    return result
 
 
 def maximum_over_ranks(x: Tensor) -> Tensor:
     """Return the elementwise maximum of all ranks' ``x``, without a gradient."""
-    if num_ranks() == 1:
-        return x
-    largest = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest
+    if num_ranks() > 1:
+        x = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    return x
 
 
 def agree_across_ranks(call: str, gather: object, *data: Tensor | None, **values: object) -> bool:
     """Return whether other ranks take part in a call with ``gather``; if so, check their values.
 
-    ``values`` are the sizes, flags, choices and numbers that must be equal on all ranks; the width
-    of the widest dtype, which is sent, is compared too. One number per rank is exchanged: a hash.
-    Only if hashes differ do the ranks exchange the values, for the error. Compiled code compares
-    nothing: the caller must ensure equal values.
+    ``values`` must be equal on all ranks, as must the width of the widest dtype. One number per
+    rank is exchanged, a hash, and the values only if hashes differ. Compiled code compares nothing.
 
     Raises:
         TypeError: for a ``gather`` that is no bool.
@@ -123,8 +99,18 @@ def agree_across_ranks(call: str, gather: object, *data: Tensor | None, **values
         return True
     if not skips_size_check.get():
         width = max([4, *(x.element_size() for x in present if x.is_floating_point())])
-        _check_agreement(call, present[0].device, {**values, "precision, in bytes,": width})
+        _compare(call, present[0].device, {**values, "precision, in bytes,": width})
     return True
+
+
+def refuse_across_ranks(
+    call: str, gather: object, arguments: Iterable[object], error: Exception
+) -> None:
+    """Tell the ranks that wait in ``agree_across_ranks`` the error, which the caller raises."""
+    tensors = [x for x in arguments if isinstance(x, Tensor)] or [torch.empty(0)]
+    refusal = {REFUSAL: f"{type(error).__name__}: {error}"}
+    with suppress(ValueError, RuntimeError):  # what the others did wrong, or that they have left
+        agree_across_ranks(call, gather is True, *tensors, **refusal)
 
 
 @contextmanager
@@ -137,49 +123,32 @@ def skip_size_check() -> Iterator[None]:
         skips_size_check.reset(token)
 
 
-def _check_agreement(call: str, device: torch.device, values: dict[str, object]) -> None:
-    own = described(call, values)
-    mine = fingerprint(own)
-    hashes = gather_rows(torch.tensor([mine], device=device)).tolist()
-    if hashes.count(mine) == len(hashes):
+def _compare(call: str, device: torch.device, values: dict[str, object]) -> None:
+    """Raise for the first value that differs between the ranks."""
+    text = json.dumps([call, {name: str(value) for name, value in values.items()}]).encode()
+    own = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+    hashes = gather_rows(torch.tensor([own], device=device)).tolist()
+    if hashes.count(own) == len(hashes):
         return
-    size = torch.tensor([len(own)], device=device)
-    longest = int(gather_rows(size).max())
-    text = torch.tensor([*own, *[32] * (longest - len(own))], dtype=torch.uint8, device=device)
-    everyone = enumerate(gather_rows(text[None]).tolist())
-    raise_difference(call, {rank: bytes(row) for rank, row in everyone}, " with gather=True")
-
-
-def described(call: str, values: Mapping[str, object]) -> bytes:
-    """Return a call and its values as a text that ranks can compare."""
-    return json.dumps([call, {name: str(value) for name, value in values.items()}]).encode()
-
-
-def fingerprint(text: bytes) -> int:
-    """Return a hash below 2^56."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-
-
-def raise_difference(call: str, everyone: Mapping[int, bytes], how: str = "") -> None:
-    """Raise for the first value that differs in what the ranks, by number, have described."""
-    said = {r: json.loads(text) for r, text in everyone.items()}
-    if refusals := {r: its[REFUSAL] for r, (_, its) in said.items() if REFUSAL in its}:
-        listed = "; ".join(f"on rank {r} {error}" for r, error in refusals.items())
+    longest = int(gather_rows(torch.tensor([len(text)], device=device)).max())
+    padded = torch.tensor([*text.ljust(longest)], dtype=torch.uint8, device=device)
+    everyone = [json.loads(bytes(row)) for row in gather_rows(padded[None]).tolist()]
+    name_of_call, call = call, f"{call} with gather=True"
+    if refusals := {r: its[REFUSAL] for r, (_, its) in enumerate(everyone) if REFUSAL in its}:
+        listed = ", ".join(f"on rank {r} {error}" for r, error in refusals.items())
+        raise ValueError(f"expected every rank to accept its arguments for {call}, got {listed}")
+    if elsewhere := [r for r, (theirs, _) in enumerate(everyone) if theirs != name_of_call]:
         raise ValueError(
-            f"expected every rank to accept its arguments for {call}{how}, got {listed}"
+            f"expected every rank to be in {call}, as rank {rank()} is, got ranks {elsewhere} in "
+            "another call"
         )
-    if elsewhere := [r for r, (theirs, _) in said.items() if theirs != call]:
-        raise ValueError(
-            f"expected every rank to be in {call}{how}, as rank {rank()} is, got ranks "
-            f"{elsewhere} in another loss"
-        )
-    for name in dict.fromkeys(name for _, theirs in said.values() for name in theirs):
-        received = {r: theirs.get(name) for r, (_, theirs) in said.items()}
-        if len(set(received.values())) > 1:
-            listed = ", ".join(f"{value} on rank {r}" for r, value in received.items())
+    for name in dict.fromkeys(name for _, theirs in everyone for name in theirs):
+        received = [theirs.get(name) for _, theirs in everyone]
+        if len(set(received)) > 1:
+            listed = ", ".join(f"{value} on rank {r}" for r, value in enumerate(received))
             hint = "; the last batch of an epoch? Drop it (drop_last=True)" if name == "B" else ""
             raise ValueError(
-                f"expected the same {name} on every rank for {call}{how}, got {listed}{hint}"
+                f"expected the same {name} on every rank for {call}, got {listed}{hint}"
             )
 
 
@@ -192,12 +161,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return _Scatter.apply(*upstream)  # type: ignore[no-untyped-call]  # as above
+        return _Scatter.apply(*upstream)  # type: ignore[no-untyped-call]
 
 
 class _Scatter(torch.autograd.Function):
-    """Each rank's own rows of the sum over ranks."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         own = x.new_empty((x.shape[0] // num_ranks(), *x.shape[1:]))
@@ -206,7 +173,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return _Gather.apply(*upstream)  # type: ignore[no-untyped-call]  # as above
+        return _Gather.apply(*upstream)  # type: ignore[no-untyped-call]
 
 
 class _Sum(torch.autograd.Function):
@@ -218,7 +185,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return _Sum.apply(*upstream)  # type: ignore[no-untyped-call]  # as above
+        return _Sum.apply(*upstream)  # type: ignore[no-untyped-call]
 
 
 class _Shared(torch.autograd.Function):
@@ -228,4 +195,4 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return _Sum.apply(*upstream) / num_ranks()  # type: ignore[no-untyped-call]  # as above
+        return _Sum.apply(*upstream) / num_ranks()  # type: ignore[no-untyped-call]

@@ -1,11 +1,13 @@
 """All functions of the package: ``import sparse_losses.functional as F``."""
 
+from sparse_losses._core.implementations import explain
+from sparse_losses.losses._false_negatives import false_negative_mask
 from sparse_losses.losses._mix_teachers import mix_teachers
 from sparse_losses.losses._mutual_information import mutual_information_lower_bound
 from sparse_losses.losses.distillation import distillation_loss
 from sparse_losses.losses.flops import flops_loss
 from sparse_losses.losses.idf_flops import idf_flops_loss
-from sparse_losses.losses.info_nce import false_negative_mask, info_nce_from_scores, info_nce_loss
+from sparse_losses.losses.info_nce import info_nce_from_scores, info_nce_loss
 from sparse_losses.losses.language_penalty import language_penalty_loss
 from sparse_losses.losses.margin_mse import margin_mse_loss
 from sparse_losses.losses.masked_logit_mse import masked_logit_mse_loss
@@ -18,12 +20,11 @@ from sparse_losses.losses.ranknet import ranknet_loss
 from sparse_losses.losses.self_reconstruction import self_reconstruction_loss
 from sparse_losses.losses.triplet_margin import triplet_margin_loss
 from sparse_losses.metrics import context_overlap, recall_at_k
-from sparse_losses.objective.advice import advise
 from sparse_losses.objective.gradient_report import gradient_report
 from sparse_losses.queue import LabelQueue
-from sparse_losses.representation.calibration import calibrate, calibrate_threshold
 from sparse_losses.representation.head import splade_head
 from sparse_losses.representation.pooling import splade_pool, token_weights
+from sparse_losses.sparsity.calibration import calibrate, calibrate_threshold
 from sparse_losses.vocabulary.bm25 import bm25_scores
 from sparse_losses.vocabulary.document_frequency import DocumentFrequency
 from sparse_losses.vocabulary.labels import label_similarity
@@ -33,12 +34,12 @@ from sparse_losses.vocabulary.penalties import idf_penalty, language_penalty
 __all__ = [
     "DocumentFrequency",
     "LabelQueue",
-    "advise",
     "bm25_scores",
     "calibrate",
     "calibrate_threshold",
     "context_overlap",
     "distillation_loss",
+    "explain",
     "false_negative_mask",
     "flops_loss",
     "gradient_report",

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_integer, check_shapes
-from sparse_losses._core.dtensors import refuse_dtensors
 from sparse_losses._core.token_ids import as_mask
 
 
@@ -31,7 +30,6 @@ def context_overlap(one: Tensor, other: Tensor) -> Tensor:
         tensor([0.3333])
     """
     check_shapes(one=(one, "B V"), other=(other, "B V"))
-    refuse_dtensors(one=one, other=other)
     a, b = one > 0, other > 0
     union = (a | b).sum(1)
     return (a & b).sum(1) / union.clamp(min=1)
@@ -59,7 +57,6 @@ def recall_at_k(scores: Tensor, positive: Tensor, k: int) -> Tensor:
         tensor(0.5000)
     """
     size = check_shapes(scores=(scores, "Q C"), positive=(positive, "Q or Q C"))
-    refuse_dtensors(scores=scores, positive=positive)
     check_integer("k", k, minimum=1)
     if k > size["C"]:
         raise ValueError(f"expected `k` of at most C = {size['C']}, got {k}")

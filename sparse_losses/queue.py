@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_flag, check_integer, check_shapes, check_zero_one
-from sparse_losses._core.dtensors import agree, full
-from sparse_losses.distributed import gather_rows
+from sparse_losses.distributed import agree_across_ranks, gather_rows, refuse_across_ranks
 
 
 class LabelQueue(nn.Module):
@@ -93,19 +92,16 @@ class LabelQueue(nn.Module):
                 queue's, or a label is neither 0 nor 1 (checked on the CPU only).
             TypeError: If the features are not floating point or the labels complex.
         """
-        check_shapes(
-            **{"self.features": (self.features, "Q D"), "self.labels": (self.labels, "Q L")},
-            features=(features, "B D"),
-            labels=(labels, "B L"),
-        )
-        check_zero_one("labels", labels)
-        if not features.is_floating_point():
-            raise TypeError(f"expected `features` to be floating point, got {features.dtype}")
+        call = "LabelQueue.enqueue"
+        try:
+            self._check(features, labels)
+        except (TypeError, ValueError) as error:
+            refuse_across_ranks(call, self.gather, (features, labels), error)
+            raise
         features, labels = features.to(self.features.dtype), labels.to(self.labels.dtype)
         sizes = {"B": features.shape[0], "D": self.dim, "L": self.num_labels}
-        rows = {"features": features, "labels": labels}
-        agree("LabelQueue.enqueue", self.gather, rows, **sizes)
-        features, labels = (gather_rows(full(x), self.gather) for x in (features, labels))
+        agree_across_ranks(call, self.gather, features, **sizes)
+        features, labels = (gather_rows(x, self.gather) for x in (features, labels))
         batch_size = features.shape[0]
         kept = min(batch_size, self.size)
         age = torch.arange(batch_size - kept, batch_size, device=self.pointer.device)
@@ -114,6 +110,16 @@ class LabelQueue(nn.Module):
         self.labels.index_copy_(0, slots, labels[batch_size - kept :])
         self.pointer.add_(batch_size).remainder_(self.size)
         self.fill.add_(batch_size).clamp_(max=self.size)
+
+    def _check(self, features: Tensor, labels: Tensor) -> None:
+        check_shapes(
+            **{"self.features": (self.features, "Q D"), "self.labels": (self.labels, "Q L")},
+            features=(features, "B D"),
+            labels=(labels, "B L"),
+        )
+        check_zero_one("labels", labels)
+        if not features.is_floating_point():
+            raise TypeError(f"expected `features` to be floating point, got {features.dtype}")
 
     def extra_repr(self) -> str:
         """Return the sizes."""

@@ -8,14 +8,16 @@ add a loss:
 2. Add a ``Loss`` to ``LOSSES``: its signature, written out, and of each tensor the shape and roles,
    as in ``"B N D or N D, grad, private"``. B is the batch; " or " parts shapes that differ in the
    number of dimensions. Roles are ``grad`` (differentiable), ``mask``, ``buffer`` (the module keeps
-   it), ``void 0`` (a 0 in it makes a row not valid) and ``private`` (a row of it concerns no other
-   row). ``bad`` are hyperparameters to be refused besides those of ``REFUSED``.
+   it), ``void 0`` (a 0 in it makes a row not valid), ``private`` (a row of it concerns no other
+   row) and ``csr`` (it may be a CSR tensor). ``bad`` are hyperparameters to be refused besides
+   those of ``REFUSED``.
 3. Add one ``Case`` or more to ``BASE_CASES``, the plainest first: a function that makes the arrays
    for any batch size, and hyperparameters.
 """
 
 import itertools
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -85,8 +87,6 @@ class Loss:
 
 def weigh(*outputs: Any) -> Any:
     """A layer's outputs as one number, to which no two of the last dimension give alike."""
-    # A DTensor, as tests/distributed/test_dtensors.py has them, is weighed as a whole.
-    outputs = tuple(x.full_tensor() if hasattr(x, "full_tensor") else x for x in outputs)
     tensors = [torch.as_tensor(x) for x in outputs]
     weights = torch.linspace(0.5, 1.5, tensors[0].shape[-1], dtype=torch.float64)
     return sum(
@@ -116,9 +116,9 @@ LOSSES = {
             "false_negative_ratio=None, decoupled=False, gather=False, impl='auto', "
             "reduction='mean')",
             {
-                "anchor": "B D, grad, private",
-                "positive": "B D, grad",
-                "negative": "N D or B N D, grad, private",
+                "anchor": "B D, grad, private, csr",
+                "positive": "B D, grad, csr",
+                "negative": "N D or B N D, grad, private, csr",
                 "positive_ids": "B",
                 "positive_mask": "B B, mask, void 0",
                 "candidate_mask": "B B, mask, void 0",  # and a column a negative
@@ -139,8 +139,8 @@ LOSSES = {
         Loss(
             "info_nce_from_scores",
             "InfoNCEFromScoresLoss",
-            "(scores, positive_mask, candidate_mask=None, *, decoupled=False, gather=False, "
-            "reduction='mean')",
+            "(scores, positive_mask, *, candidate_mask=None, temperature=1.0, decoupled=False, "
+            "gather=False, reduction='mean')",
             {
                 "scores": "B C, grad, private",
                 "positive_mask": "B C, mask, void 0",
@@ -152,7 +152,11 @@ LOSSES = {
             "n_pair",
             "NPairLoss",
             "(anchor, positive, negative=None, *, gather=False, reduction='mean')",
-            {"anchor": "B D, grad", "positive": "B D, grad", "negative": "N D or B N D, grad"},
+            {
+                "anchor": "B D, grad, csr",
+                "positive": "B D, grad, csr",
+                "negative": "N D or B N D, grad, csr",
+            },
         ),
         Loss(
             "pairwise_contrastive",
@@ -164,7 +168,7 @@ LOSSES = {
         Loss(
             "triplet_margin",
             "TripletMarginLoss",
-            "(anchor, positive, negative, candidate_mask=None, *, margin=0.3, "
+            "(anchor, positive, negative, *, candidate_mask=None, margin=0.3, "
             "similarity='cosine', gather=False, reduction='mean')",
             {
                 "anchor": "B D, grad, private",
@@ -187,7 +191,7 @@ LOSSES = {
             "(activations, positive_input_ids, positive_attention_mask, token_weight=None, *, "
             "saturating=False, ignore_token_ids=None, gather=False, reduction='mean')",
             {
-                "activations": "B V, grad, private",
+                "activations": "B V, grad, private, csr",
                 "positive_input_ids": "B S",
                 "positive_attention_mask": "B S, mask, void 0",
                 "token_weight": "V, buffer",
@@ -198,7 +202,7 @@ LOSSES = {
             "flops",
             "FlopsLoss",
             "(activations, token_weight=None, *, estimator='biased', threshold=None, gather=False)",
-            {"activations": "B V, grad", "token_weight": "V, buffer"},
+            {"activations": "B V, grad, csr", "token_weight": "V, buffer"},
             bad=(("threshold", -1), ("threshold", "5"), ("threshold", float("nan"))),
         ),
         Loss(
@@ -206,7 +210,7 @@ LOSSES = {
             "IdfFlopsLoss",
             "(activations, token_penalty, *, beta=0.3, estimator='biased', threshold=None, "
             "gather=False)",
-            {"activations": "B V, grad", "token_penalty": "V, buffer"},
+            {"activations": "B V, grad, csr", "token_penalty": "V, buffer"},
             bad=(("threshold", -1),),
         ),
         Loss(
@@ -214,14 +218,14 @@ LOSSES = {
             "MinActivationLoss",
             "(activations, token_counts=None, *, top_k=5, threshold=0.5, "
             "gather=False, reduction='mean')",
-            {"activations": "B V, grad, private", "token_counts": "B, void 0"},
+            {"activations": "B V, grad, private, csr", "token_counts": "B, void 0"},
             bad=(("top_k", 0), ("top_k", -1), ("top_k", 2.5), ("top_k", V + 1)),
         ),
         Loss(
             "language_penalty",
             "LanguagePenaltyLoss",
             "(activations, token_penalty, *, gather=False, reduction='mean')",
-            {"activations": "B V, grad", "token_penalty": "V, buffer"},
+            {"activations": "B V, grad, csr", "token_penalty": "V, buffer"},
         ),
         Loss(
             "distillation",
@@ -238,8 +242,8 @@ LOSSES = {
         Loss(
             "margin_mse",
             "MarginMSELoss",
-            "(student_positive, student_negative, teacher_positive, teacher_negative, "
-            "candidate_mask=None, *, gather=False, reduction='mean')",
+            "(student_positive, student_negative, teacher_positive, teacher_negative, *, "
+            "candidate_mask=None, gather=False, reduction='mean')",
             {
                 "student_positive": "B, grad, private",
                 "student_negative": "B or B N, grad, private",
@@ -324,14 +328,28 @@ OWN_NEGATIVES = {"triplet_margin": 0.9, "margin_mse": 0.35}
 
 
 def _objective_of(
-    query, document, document_ids, document_mask, teacher, context, penalty, negative=None, **impl
+    query, document, document_ids, document_mask, teacher, context, penalty, negative=None
 ) -> torch.Tensor:
     """Every term at once, as a function of tensors."""
     import sparse_losses as s
+    from sparse_losses.objective import terms
 
+    penalised = terms.language_penalty("document", s.LanguagePenaltyLoss(penalty))
+    built = {
+        "info_nce": terms.info_nce(),
+        "distillation": terms.distillation(),
+        "context_distillation": terms.context_distillation(),
+        "query_flops": terms.flops("query"),
+        "document_flops": terms.flops("document"),
+        "query_min_activation": terms.min_activation("query"),
+        "document_self_reconstruction": terms.self_reconstruction("document"),
+        "query_positive_activation": terms.positive_activation("query"),
+        "document_language_penalty": penalised,
+        "triplet_margin": terms.triplet_margin(),
+        "margin_mse": terms.margin_mse(),
+    }
     weights = OBJECTIVE | (OWN_NEGATIVES if negative is not None else {})
-    language_penalty = s.LanguagePenaltyLoss(penalty)
-    objective = s.SpladeObjective(weights, language_penalty=language_penalty, **impl)
+    objective = s.SpladeObjective({name: (weights[name], built[name]) for name in weights})
     own = None
     if negative is not None:  # its tokens are the positives' here: [B, 1, S]
         shape = (-1, negative.shape[1], -1)
@@ -412,7 +430,8 @@ LAYERS = {
             "splade_head",
             "",
             "(hidden, weight, bias=None, attention_mask=None, *, gate=None, activation='relu', "
-            "softcap=None, threshold=None, return_logits=False, sparse_grad=False, impl='auto')",
+            "softcap=None, threshold=None, return_logits=False, layout=torch.strided, "
+            "sparse_grad=False, impl='auto')",
             {
                 "hidden": "B S D, grad, private",
                 "weight": "V D, grad",
@@ -438,7 +457,6 @@ LAYERS = {
                 "penalty": "V",
                 "negative": "B N V, grad",
             },
-            implementations=("auto",),
             layer_oracle=_objective_oracle,
             call=_objective_of,
         ),
@@ -579,6 +597,26 @@ def to_tensors(arrays: Arrays, dtype: torch.dtype = torch.float64) -> dict[str, 
             tensor = torch.from_numpy(np.array(array))
             tensors[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     return tensors
+
+
+def sparse_pair(
+    case: Case, tensors: dict[str, Any], seed: int = 0
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a call with zeros in its matrices, dense and with these as CSR tensors, as leaves."""
+    generator = torch.Generator().manual_seed(seed)
+    dense, sparse = dict(tensors), dict(tensors)
+    for name in case.those("csr"):
+        x = tensors[name]
+        if x.ndim == 2:
+            kept = torch.rand(x.shape, generator=generator) < 0.6
+            kept[:2] = True
+            x = (x.abs() if case.stem == "min_activation" else x) * kept
+            x[-1:] = 0 * x[-1:] if case.stem not in ("info_nce", "n_pair") else x[-1:]
+            dense[name] = x.requires_grad_()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what PyTorch says of every CSR tensor
+                sparse[name] = x.detach().to_sparse_csr().requires_grad_()
+    return dense, sparse
 
 
 def to_arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
@@ -843,7 +881,7 @@ KEYS_AND_QUEUE = {"key": True, "queue": True}
 BOTH = {"symmetric": True}
 BOTH_DECOUPLED = {"symmetric": True, "decoupled": True}
 ALONE = {"implementations": ()}  # by the definition
-OUTSIDE = {"in_batch": False, **ALONE}
+OUTSIDE = {"in_batch": False}
 BOUNDS = {"false_negative_margin": 0.4, "false_negative_ratio": 0.9}
 FROM_ALL = {"negatives_from": ("document", "query", "positive"), "decoupled": True}
 FAR = {"similarity": "euclidean", "margin": 4.0}
@@ -857,7 +895,7 @@ BASE_CASES = (
     _info_nce("shared", "shared"),
     _info_nce("per_row", "per_row", implementations=DENSE),
     _info_nce("shared_only", "shared", **OUTSIDE),
-    _info_nce("per_row_only", "per_row", **OUTSIDE),
+    _info_nce("per_row_only", "per_row", **OUTSIDE, implementations=DENSE),
     _info_nce("symmetric", **BOTH),
     _info_nce("symmetric_shared", "shared", **BOTH),
     _info_nce("symmetric_per_row", "per_row", **BOTH, similarity="dot", implementations=DENSE),
@@ -880,6 +918,7 @@ BASE_CASES = (
     Case("info_nce_from_scores", "several", _score_table(several=True)),
     Case("info_nce_from_scores", "candidates", _score_table(True, True)),
     Case("info_nce_from_scores", "decoupled", _score_table(True, True), {"decoupled": True}),
+    Case("info_nce_from_scores", "warm", _score_table(True, True), {"temperature": 0.3}),
     Case("n_pair", "in_batch", _pairs()),
     Case("n_pair", "shared", _pairs("shared")),
     Case("n_pair", "per_row", _pairs("per_row")),

@@ -187,10 +187,13 @@ def info_nce(
     )
 
 
-def info_nce_from_scores(scores, positive_mask, candidate_mask=None, *, decoupled=False) -> Rows:
+def info_nce_from_scores(
+    scores, positive_mask, candidate_mask=None, *, temperature=1.0, decoupled=False
+) -> Rows:
     """The mean over a row's positives of minus log of their share."""
     values: list[float | None] = []
     for i, row in enumerate(scores):
+        row = [score / temperature for score in row]
         kept = [j for j in range(len(row)) if candidate_mask is None or candidate_mask[i][j]]
         positives = [row[j] for j in kept if positive_mask[i][j]]
         negatives = [row[j] for j in kept if not positive_mask[i][j]]

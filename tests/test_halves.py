@@ -18,7 +18,7 @@ from benchmarks.losses import nws as plain_nws
 from benchmarks.run.launches import Launches
 from benchmarks.schema import Maker
 from sparse_losses._core import products
-from sparse_losses.fast import head_tiles
+from sparse_losses.fast import head, head_tiles
 from sparse_losses.functional import info_nce_loss, nws_loss, splade_head
 from tests.representation.test_head import EXACT, example, gradients, watch, weigh, with_gate
 
@@ -175,7 +175,7 @@ def test_nws_is_rounded_once(dtype, aggregation, impl):
 @pytest.fixture
 def like_an_accelerator(monkeypatch):
     """On a CPU the head casts its operands to fp32 first."""
-    monkeypatch.setattr(head_tiles, "product_dtype", lambda hidden, weight, _: hidden.dtype)
+    monkeypatch.setattr(head, "operand_type", lambda hidden, weight, _: hidden.dtype)
     monkeypatch.setattr(head_tiles, "_tile_height", lambda *_: 7)
 
 

@@ -172,7 +172,7 @@ def test_every_public_name_has_a_docstring_with_an_example(name):
 
 
 LAZY = {  # what an extra brings, imported only inside a function
-    "representation/encoder.py": {"tqdm"},
+    "representation/encoding.py": {"tqdm"},
     "representation/folder.py": {"peft", "safetensors", "transformers"},
     "representation/static.py": {"safetensors", "transformers"},
     "sparsity/calibration.py": {"tqdm"},

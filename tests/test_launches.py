@@ -14,10 +14,21 @@ from benchmarks import losses
 from benchmarks.losses import NAMES, cases
 from benchmarks.run.launches import Launches, training_launches
 from benchmarks.schema import Maker
-from sparse_losses.fast import head_tiles
+from sparse_losses._core.host_copy import HostCopy
+from sparse_losses.fast import head, head_tiles
+from sparse_losses.objective import terms
 
 LAYERS = ("splade_head", "end_to_end", "objective")  # they have bounds of their own
 NO_MORE_THAN_PLAIN = ("info_nce", "nws", "flops", "idf_flops")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# More than 1.25 times the plain formula's and than 20, for what that formula does not do.
+MORE = {
+    "distillation": 1.75,  # leave out a teacher's -inf; digits where both sides nearly agree
+    "margin_mse": 2.7,  # leave out a teacher's -inf; cast halves
+    "n_pair": 2.6,  # digits of easy rows; half precision is scaled back
+    "positive_activation": 2.7,  # sort a text's tokens, where the formula holds a mask [B, V]
+    "ranknet": 1.65,  # leave out a teacher's -inf, and rows without a pair
+}
 B, S, V, H = 4, 12, 60, 8
 
 
@@ -26,9 +37,12 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return tensor.requires_grad_() if tensor.is_floating_point() else tensor
 
 
-def on_meta(tensors: dict) -> dict:
+def on_meta(tensors: dict, dtype: torch.dtype) -> dict:
+    """Return what a loss takes, and of that what has a gradient in ``dtype``."""
     return {
-        name: x.detach().to("meta").requires_grad_(x.requires_grad)
+        name: x.detach()
+        .to("meta", dtype if x.requires_grad else None)
+        .requires_grad_(x.requires_grad)
         for name, x in tensors.items()
         if name != "upstream"
     }
@@ -42,14 +56,27 @@ def text(*leading: int, length: int = S) -> tuple[torch.Tensor, torch.Tensor]:
 # Losses and layers
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("loss", [name for name in NAMES if name not in LAYERS])
-def test_loss_launches_few_more_than_the_plain_formula(loss):
+def test_loss_launches_few_more_than_the_plain_formula(loss, dtype):
     for case in cases("tiny", [loss]):
         calls = {variant.name: variant.call for variant in case.variants()}
-        inputs = on_meta(case.inputs(Maker(torch.device("cpu"))))
+        inputs = on_meta(case.inputs(Maker(torch.device("cpu"))), dtype)
         plain, ours = (training_launches(calls[name], **inputs).count for name in ("eager", "ours"))
-        bound = plain if loss in NO_MORE_THAN_PLAIN else max(1.5 * plain, 36)
+        bound = plain if loss in NO_MORE_THAN_PLAIN else max(MORE.get(loss, 1.25) * plain, 20)
         assert 0 < ours <= bound, case.name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("function", [sl.info_nce_loss, sl.n_pair_loss])
+def test_without_a_gradient_none_is_computed(function, dtype):
+    anchor, positive = (meta(8, 16, dtype=dtype) for _ in range(2))
+    training = training_launches(function, anchor, positive)
+    with torch.no_grad(), Launches() as counted:
+        function(anchor, positive)
+    assert sum(each.name == "mm" for each in training.operations) == 3
+    assert sum(each.name == "mm" for each in counted.operations) == 1
+    assert not counted.names.keys() & {"sigmoid", "_softmax"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -64,19 +91,63 @@ def test_head_launches_at_most_16_a_tile_and_24_besides(options, vocab, dtype):
     }
     counted = training_launches(sl.splade_head, **(inputs | options))
     tiles = math.ceil(64 * 256 * 4 * vocab / head_tiles.BYTES)
-    assert counted.names["max"] - ("attention_mask" not in options) == tiles
+    assert counted.names["max"] - 2 * ("attention_mask" not in options) == tiles
     assert counted.count <= 16 * tiles + 24
     assert set(counted.flops) == {dtype}
     assert counted.peak_bytes < 64 * 256 * vocab * dtype.itemsize  # the plain formula's logits
 
 
-def test_head_launches_11_a_tile_and_a_gate_adds_19(monkeypatch):
+def test_head_launches_12_a_tile_and_a_gate_adds_19(monkeypatch):
     inputs = {"hidden": meta(3, 5, H), "weight": meta(48, H), "bias": meta(48)}
     inputs |= {"attention_mask": meta(3, 5, dtype=torch.bool)}
     alone = training_launches(sl.splade_head, **inputs).count
     assert training_launches(sl.splade_head, gate=meta(3, 48), **inputs).count == alone + 19
     monkeypatch.setattr(head_tiles, "BYTES", 15 * 4 * 8)  # six tiles, at a size this small
-    assert training_launches(sl.splade_head, **inputs).count == alone + 5 * 11
+    assert training_launches(sl.splade_head, **inputs).count == alone + 5 * 12
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01])
+def test_gradient_of_the_head_follows_the_entries_in_34_launches(share):
+    """It reads a tenth of the bytes of the dense one, and multiplies no matrices."""
+    rows, length, vocab, width, half = 32, 256, 250_002, 768, torch.bfloat16
+    states, weight = meta(rows, length, width, dtype=half), meta(vocab, width, dtype=half)
+    inputs = meta(rows, vocab), meta(rows, vocab, dtype=torch.uint8), states, weight, None
+    counts = []
+    for size in (-1, int(share * rows * vocab)):
+        with torch.no_grad(), Launches() as counted:
+            head._spread(*inputs, half, [True, True], size)
+        counts.append((counted.count, sum(each.bytes for each in counted.operations)))
+    assert not counted.flops
+    assert counts[1][0] <= 34 < counts[0][0]
+    assert counts[1][1] < counts[0][1] / 10
+    assert counted.peak_bytes < 1.3 * weight.nbytes
+
+
+@pytest.mark.parametrize("options", [{}, {"threshold": 0.3}, {"return_logits": True}], ids=str)
+def test_number_of_active_entries_is_copied_in_the_forward_pass(monkeypatch, options):
+    """As on an accelerator, here on a CPU: all active entries, but not those of all logits."""
+    monkeypatch.setattr(head, "SCORES_OF_AN_ENTRY", {})
+    monkeypatch.setattr(head, "SCORES_OF_AN_ENTRY_ELSEWHERE", 1)
+    copies, sizes, entries_of = [], [], head.entries_of
+    monkeypatch.setattr(head, "HostCopy", lambda *x: copies.append(HostCopy(*x)) or copies[-1])
+    monkeypatch.setattr(head, "entries_of", lambda *x: sizes.append(x[-1]) or entries_of(*x))
+    sizes_of = {"hidden": (B, S, H), "weight": (V, H), "bias": (V,), "gate": (B, V)}
+    leaves = {name: torch.rand(size).double() - 0.5 for name, size in sizes_of.items()}
+    leaves["gate"] = leaves["gate"].abs().round(decimals=1)
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+    mask = torch.rand(B, S) < 0.7
+    outputs = [
+        sl.splade_head(**leaves, attention_mask=mask, impl=impl, **options)
+        for impl in ("tiles", "definition")
+    ]
+    is_counted = "return_logits" not in options
+    assert len(copies) == is_counted
+    outputs = [x if is_counted else torch.stack(x) for x in outputs]
+    factor = torch.rand_like(outputs[0])
+    ours, exact = (torch.autograd.grad((x * factor).sum(), list(leaves.values())) for x in outputs)
+    assert len(sizes) == is_counted
+    assert not sizes or sizes[0] >= outputs[0].count_nonzero()
+    torch.testing.assert_close(ours, exact)
 
 
 def test_head_for_inference_takes_the_maximum_without_its_position():
@@ -90,7 +161,7 @@ def test_frozen_hidden_states_take_no_memory_for_a_gradient():
     peaks = [
         training_launches(sl.splade_head, x, weight).peak_bytes for x in (hidden, hidden.detach())
     ]
-    assert peaks[0] - peaks[1] >= 2 * hidden.nbytes  # the sum over tiles, and a tile's product
+    assert peaks[0] - peaks[1] >= 1.5 * hidden.nbytes  # the sum over tiles, a tile's product
 
 
 # ------------------------------------------------------------------------------------------------
@@ -98,13 +169,7 @@ def test_frozen_hidden_states_take_no_memory_for_a_gradient():
 
 
 def plain_recommended(query, document, teacher, query_ids, document_ids, penalty):
-    scores = query @ document.T
-    return (
-        losses.info_nce.plain(query, document, temperature=1.0, similarity="dot")
-        + losses.distillation.plain(scores, teacher, temperature=1.0, alpha_kl=0.0, alpha_mse=1.0)
-        + losses.flops.plain(query)
-        + losses.flops.plain(document)
-    )
+    return losses.info_nce.plain(query, document, temperature=1.0, similarity="dot")
 
 
 def plain_v26(query, document, teacher, query_ids, document_ids, penalty):
@@ -132,32 +197,27 @@ def test_objective_launches_at_most_1_4_times_its_plain_formulas(preset, plain):
         return objective(sl.SpladeBatch(*texts, teacher_scores=teacher)).total
 
     inputs = meta(B, V), meta(B, V), meta(B, B).detach(), text(B), text(B), meta(V).detach()
-    assert (
-        0 < training_launches(total, *inputs).count <= 1.4 * training_launches(plain, *inputs).count
-    )
+    bound = 1.4 * training_launches(plain, *inputs).count
+    # InfoNCE of dot products makes 24 launches by itself, to cross-entropy's 11.
+    assert 0 < training_launches(total, *inputs).count <= max(bound, 26)
 
 
 class Step:
-    """A training step with every term, NWS with a queue, diagnostics and a controller."""
+    """A training step with every term, NWS with a queue, and diagnostics."""
 
     def __init__(self) -> None:
-        token_losses = ("flops", "min_activation", "language_penalty", "self_reconstruction")
-        weights = {"info_nce": 1.0, "triplet_margin": 0.1, "margin_mse": 0.1}
-        weights |= {"ranknet": 0.1, "distillation": 0.1, "context_distillation": 0.1}
-        weights |= {
-            f"{side}_{loss}": 0.01
-            for side in ("query", "document")
-            for loss in (*token_losses, "positive_activation")
-        }
-        self.objective = sl.SpladeObjective(
-            weights,
-            language_penalty=sl.LanguagePenaltyLoss(torch.ones(V)),
-            special_token_ids=[0, 1],
-            stopword_ids=[2],
-        ).to("meta")
+        on_scores = ("info_nce", "triplet_margin", "distillation", "context_distillation")
+        built = {name: getattr(terms, name)() for name in (*on_scores, "margin_mse", "ranknet")}
+        penalty, ids = sl.LanguagePenaltyLoss(torch.ones(V)), {"special_token_ids": [0, 1]}
+        for side in ("query", "document"):
+            built[f"{side}_flops"] = terms.flops(side, stopword_ids=[2])
+            built[f"{side}_language_penalty"] = terms.language_penalty(side, penalty)
+            for name in ("min_activation", "self_reconstruction", "positive_activation"):
+                built[f"{side}_{name}"] = getattr(terms, name)(side, **ids)
         filtered = sl.InfoNCELoss(false_negative_margin=0.1, false_negative_ratio=0.9)
-        self.filtered = sl.SpladeObjective({"info_nce": 1.0}, info_nce=filtered).to("meta")
-        self.controller = sl.SparsityController(self.objective, target_active=8)
+        built["filtered"] = terms.info_nce(filtered, stopword_ids=[2])
+        weighted = {name: (1.0, term) for name, term in built.items()}
+        self.objective = sl.SpladeObjective(weighted).to("meta")
         self.diagnostics = sl.Diagnostics(V, stopword_ids=[2])
         self.nws = sl.NWSLoss(torch.eye(5)).to("meta")
         self.queue = sl.LabelQueue(8, V, 5).to("meta")
@@ -182,14 +242,12 @@ class Step:
         queued = {"queue": self.queue.features.clone(), "queue_labels": self.queue.labels.clone()}
         nws = self.nws(query.activations, labels, prototype, queue_mask=self.queue.mask, **queued)
         self.queue.enqueue(query.activations, labels)
-        self.controller.observe(document.activations)
-        left_out = self.filtered.false_negatives(batch)
-        self.diagnostics.update(positive, other_side=query, false_negatives=left_out)
+        self.diagnostics.update(positive, other_side=query, training=True)
         return self.objective(batch).total + nws
 
 
 def test_training_step_reads_no_value():
-    """What is read, ``Diagnostics.report_later`` and ``controller.step``, goes by ``HostCopy``."""
+    """What is read, ``Diagnostics.report_later``, goes by ``HostCopy``."""
     hidden = [meta(rows, S, H) for rows in (B, 2 * B)]
     counted = training_launches(Step(), hidden, meta(V, H), meta(5, V))
     assert counted.count > 200

@@ -16,6 +16,7 @@ from benchmarks.losses import (
     self_reconstruction,
 )
 from benchmarks.schema import BERT, XLM, Benchmark, Inputs, Maker, Sizes, Variant
+from sparse_losses.objective import terms
 
 WEIGHTS = {
     "info_nce": 3.0,
@@ -65,7 +66,17 @@ def _one_by_one(
 def _objective(made: Inputs) -> Callable[..., Tensor]:
     """The same losses in one objective, which is built once."""
     flops = sparse_losses.IdfFlopsLoss(made["token_penalty"], beta=0.3)
-    objective = sparse_losses.SpladeObjective(WEIGHTS, flops=flops)
+    built = {
+        "info_nce": terms.info_nce(),
+        "distillation": terms.distillation(),
+        "query_self_reconstruction": terms.self_reconstruction("query"),
+        "query_positive_activation": terms.positive_activation("query"),
+        "query_min_activation": terms.min_activation("query"),
+        "query_flops": terms.flops("query", flops),
+        "document_flops": terms.flops("document", flops),
+    }
+    weighted = {name: (weight, built[name]) for name, weight in WEIGHTS.items()}
+    objective = sparse_losses.SpladeObjective(weighted)
 
     def total(query: Tensor, document: Tensor, teacher_scores: Tensor, **more: Tensor) -> Tensor:
         queries = sparse_losses.Texts(query, more["query_ids"], more["query_mask"])

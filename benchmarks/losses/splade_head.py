@@ -76,6 +76,11 @@ _LARGE = [
     _size(16, 256, BERT, 0.005),
 ]
 
+# How forward and backward grow with the share of active entries, for long and for short texts.
+_SHARES = [
+    _size(8, length, BERT, share) for length in (128, 16) for share in (0.001, 0.01, 0.1, 1.0)
+]
+
 BENCHMARK = Benchmark(
     "splade_head",
     inputs,
@@ -83,6 +88,7 @@ BENCHMARK = Benchmark(
     plain,
     (
         *ours(sparse_losses.splade_head),
+        Variant("ours, CSR", functools.partial(sparse_losses.splade_head, layout=torch.sparse_csr)),
         Variant(
             "ours, sparse_grad", functools.partial(sparse_losses.splade_head, sparse_grad=True)
         ),
@@ -90,10 +96,10 @@ BENCHMARK = Benchmark(
     ),
     tiny=[_size(3, 5, 40, 0.3, width=8)],
     quick=[_size(1, 32, BERT, 0.05), _size(4, 64, BERT, 0.05)],
-    full=_LARGE,
+    full=[*_LARGE, *_SHARES],
     gpu=[
         *[_gpu(32, 256, vocabulary, 0.01, "bf16") for vocabulary in (BERT, XLM)],
-        _gpu(32, 256, BERT, 1.0, "bf16"),
+        *[_gpu(32, 256, BERT, share, "bf16") for share in (0.001, 0.1, 1.0)],
         _gpu(8, 128, BERT, 0.01, "fp32"),
         _gpu(2, 32, BERT, 0.01, "bf16"),
     ],

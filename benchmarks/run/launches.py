@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from sparse_losses.fast import head, head_tiles
+from sparse_losses.fast import head
 
 NO_LAUNCH = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 NO_LAUNCH |= {"detach", "lift_fresh", "_unsafe_view", "_reshape_alias", "resize_"}
@@ -28,11 +28,8 @@ FLOPS = {**flop_registry, torch.ops.aten.addmm_: flop_registry[torch.ops.aten.ad
 
 # A custom operator hides what it launches; the function that it wraps does not.
 WRAPPED: dict[Any, Callable[..., Any]] = {
-    torch.ops.sparse_losses.head_maxima.default: head_tiles._maxima,
-    torch.ops.sparse_losses.head_picked.default: head_tiles._picked,
-    torch.ops.sparse_losses.head_spread.default: head_tiles._spread,
-    torch.ops.sparse_losses.head_packed.default: head._packed_logits,
-    torch.ops.sparse_losses.head_packed_backward.default: head._packed_gradients,
+    torch.ops.sparse_losses.head_logits.default: head._logits,
+    torch.ops.sparse_losses.head_spread.default: head._spread,
 }
 
 

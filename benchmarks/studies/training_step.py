@@ -11,7 +11,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +214,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     options.add_argument("--output", type=Path, help="default: results/DEVICE-training.csv")
     options.add_argument("--budget", type=float, default=8.0, help="seconds per batch size")
+    options.add_argument("--active", type=float, help="share of active entries (default: 0.01)")
     options.add_argument("--tiny", action="store_true", help="a tiny model, as a smoke test")
     return options
 
@@ -227,6 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type == "cpu" and not args.tiny:
         raise SystemExit("a step of this size needs --device cuda; on a CPU use --tiny")
     shape = TINY if args.tiny else Shape()
+    shape = shape if args.active is None else replace(shape, active=args.active)
     common = circumstances(device, "training_step")
     common |= {key: str(value) for key, value in asdict(shape).items() if "pairs" not in key}
     step = Step(shape, device)

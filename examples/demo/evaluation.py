@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import bm25s
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from examples.demo.corpus import Corpus, pair_texts
+from examples.demo.retriever import Retriever
 from examples.demo.tokens import Tokens
-
-if TYPE_CHECKING:
-    from examples.demo.training import Run
 
 MODEL = "this model"
 RARE = 5  # the largest number of training documents that hold a rare token
@@ -51,13 +48,6 @@ def ranking(scores: Tensor) -> Ranking:
     )
 
 
-def similarities(queries: Tensor, documents: Tensor, name: str) -> Tensor:
-    """Return dot products or cosines ``[queries, documents]``; an empty vector has 0 with all."""
-    if name == "cosine":
-        queries, documents = F.normalize(queries, dim=1), F.normalize(documents, dim=1)
-    return queries @ documents.T
-
-
 def bm25_scores(queries: Sequence[Sequence[str]], documents: Sequence[Sequence[str]]) -> Tensor:
     """Return scores ``[queries, documents]`` of bm25s with its default k1 and b."""
     logging.getLogger("bm25s").setLevel(logging.WARNING)
@@ -77,8 +67,8 @@ def anatomy(
     """Return statistics of vectors ``[texts, V]`` with token ids ``rows``; ``df`` is ``[V]``.
 
     ``active`` is the mean number of dimensions above zero, ``own`` the share of a text's own tokens
-    that are. ``stopwords``, ``special`` and ``rare`` are shares of such tokens among the ten
-    highest dimensions above zero; a rare token is not in the text.
+    that are. ``stopwords`` and ``rare`` are shares of such tokens among the ten highest dimensions
+    above zero; a rare token is not in the text.
     """
     values, top = vectors.topk(min(10, vectors.shape[1]), dim=1)
     filled = values > 0
@@ -88,7 +78,6 @@ def anatomy(
     special = torch.tensor(tokens.special_ids)
     chosen = {
         "stopwords": torch.isin(top, torch.tensor(tokens.stopword_ids)),
-        "special": torch.isin(top, special),
         "rare": (df[top] <= RARE) & ~inside.gather(1, top) & ~torch.isin(top, special),
     }
     inside[:, special] = False
@@ -98,61 +87,49 @@ def anatomy(
     return {"active": (vectors > 0).sum(1).double().mean().item(), **shares, "own": own}
 
 
-def measure(run: Run, corpus: Corpus) -> list[dict[str, Any]]:
-    """Rank the test queries of every task by the trained and the untrained model and by BM25.
+def measure(
+    trained: Retriever, untrained: Retriever, corpus: Corpus, df: Tensor
+) -> list[dict[str, Any]]:
+    """Rank the test queries of every task by the model, whole and pruned, and by BM25.
 
-    Each task also has statistics of both sides' vectors, before and after training.
+    Each task has statistics of the pruned vectors of both sides, and their products per pair.
     """
-    models = {"before": run.untrained(), "after": run.model}
-    similarity = run.settings.preset.similarity
     figures = []
     for number, task in enumerate(corpus.tasks):
         sides = pair_texts(corpus.test, number)
-        vectors = {
-            when: [run.encode(texts, model) for texts in sides] for when, model in models.items()
-        }
+        pruned = [
+            trained.encode(texts, side)
+            for texts, side in zip(sides, ("query", "document"), strict=True)
+        ]
+        whole, before = ([one.encode(texts) for texts in sides] for one in (trained, untrained))
+        tokens = trained.tokens
         scores = {
-            "untrained model": similarities(*vectors["before"], similarity),
-            "BM25, words": bm25_scores(*map(run.tokens.words, sides)),
-            "BM25, same subwords": bm25_scores(*map(run.tokens.pieces, sides)),
-            MODEL: similarities(*vectors["after"], similarity),
+            "untrained model": before[0] @ before[1].T,
+            "BM25, words": bm25_scores(*map(tokens.words, sides)),
+            "BM25, same subwords": bm25_scores(*map(tokens.pieces, sides)),
+            "trained, not pruned": whole[0] @ whole[1].T,
+            MODEL: pruned[0] @ pruned[1].T,
         }
-        rankings = {system: ranking(each)._asdict() for system, each in scores.items()}
-        looks = {
-            f"{side}_{when}": anatomy(
-                vectors[when][place], run.tokens.ids(sides[place]), run.tokens, run.df.df
-            )
-            for place, side in enumerate(("query", "document"))
-            for when in models
-        }
-        figures.append({"task": task, "queries": len(sides[0]), "rankings": rankings, **looks})
+        looks = {}
+        for side, texts, vectors, unpruned in zip(
+            ("query", "document"), sides, pruned, whole, strict=True
+        ):
+            looks[side] = anatomy(vectors, tokens.ids(texts), tokens, df)
+            looks[side]["active_unpruned"] = (unpruned > 0).sum(1).double().mean().item()
+        figures.append(
+            {
+                "task": task,
+                "queries": len(sides[0]),
+                "rankings": {name: ranking(each)._asdict() for name, each in scores.items()},
+                "products": products(*pruned),
+                "products_unpruned": products(*whole),
+                **looks,
+            }
+        )
     return figures
 
 
-def top_tokens(run: Run, texts: Sequence[str], count: int = 8) -> list[list[tuple[str, float]]]:
-    """Return the highest dimensions of each text, by name."""
-    values, tokens = run.encode(texts).topk(min(count, run.tokens.vocab_size), dim=1)
-    return [
-        [(run.tokens.name(t), round(v, 2)) for t, v in zip(*row, strict=True) if v > 0]
-        for row in zip(tokens.tolist(), values.tolist(), strict=True)
-    ]
-
-
-class Index:
-    """A search index of all texts of a corpus as sparse vectors, ranked by dot products."""
-
-    def __init__(self, run: Run, corpus: Corpus) -> None:
-        self.run, self.rows = run, corpus.rows
-        texts = [row.text for row in self.rows]
-        parts = (run.encode(texts[start : start + 500]) for start in range(0, len(texts), 500))
-        self.vectors = torch.cat([part.to_sparse() for part in parts])
-
-    def search(self, question: str, count: int = 5) -> list[dict[str, Any]]:
-        """Return score, title and text of the best rows that share a token with the question."""
-        scores = torch.sparse.mm(self.vectors, self.run.encode([question]).T).squeeze(1)
-        values, best = scores.topk(min(count, len(self.rows)))
-        return [
-            {"score": round(value, 4), "title": row.title, "text": row.text}
-            for value, row in zip(values.tolist(), map(self.rows.__getitem__, best), strict=True)
-            if value > 0
-        ]
+def products(queries: Tensor, documents: Tensor) -> float:
+    """Return how many products a query and a document have on average."""
+    shares = [(vectors > 0).double().mean(0) for vectors in (queries, documents)]
+    return float(shares[0] @ shares[1])

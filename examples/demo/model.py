@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples.demo.tokens import MAX_LENGTH
+from examples.demo.tokens import MAX_LENGTH, pad
 from sparse_losses import SpladeHead
 
 SPELLING = 0.5  # share of a token's initial embedding that depends on its spelling
@@ -18,13 +18,12 @@ SPELLING = 0.5  # share of a token's initial embedding that depends on its spell
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-    """Sizes of the transformer, and the initial ``bias`` of every dimension."""
+    """Sizes of the transformer."""
 
     hidden: int = 128
     layers: int = 2
     heads: int = 4
     max_length: int = MAX_LENGTH
-    bias: float = 0.0  # all dimensions are faintly active; with -2 about a hundred
 
 
 class SparseEncoder(nn.Module):
@@ -39,6 +38,8 @@ class SparseEncoder(nn.Module):
 
     def __init__(self, vocabulary: Sequence[str], idf: Tensor, size: ModelSize) -> None:
         super().__init__()
+        self.size = size
+        self.thresholds: tuple[float | None, float | None] = (None, None)  # document, query
         vocab_size, hidden = len(vocabulary), size.hidden
         relative = ((idf - idf.min()) / (idf.max() - idf.min()).clamp(min=1e-6)).float()
         length = (0.3 + 0.7 * relative).unsqueeze(1)
@@ -49,16 +50,35 @@ class SparseEncoder(nn.Module):
         self.embedding = nn.Parameter(F.normalize(direction, dim=1) * length)
         self.position = nn.Parameter(torch.randn(size.max_length, hidden) * 0.1)
         self.layers = nn.ModuleList(Layer(hidden, size.heads) for _ in range(size.layers))
-        self.bias = nn.Parameter(torch.full((vocab_size,), size.bias))
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
         self.head = SpladeHead(self.embedding, self.bias)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return activations ``[B, V]``: ``max_s log1p(relu(hidden_s . embedding_v + bias_v))``."""
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, *, side: str | None = None
+    ) -> Tensor:
+        """Return ``[B, V]``: ``max_s log1p(relu(hidden_s . embedding_v + bias_v))``.
+
+        A ``side``, ``"document"`` or ``"query"``, prunes by its threshold.
+        """
+        document, query = self.thresholds
+        self.head.threshold = {None: None, "document": document, "query": query}[side]
+        return self.head(self.hidden(input_ids, attention_mask), attention_mask)
+
+    def hidden(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return the hidden states ``[B, S, H]``."""
         states = F.embedding(input_ids, self.embedding) * self.scale
         states = states + self.position[: input_ids.shape[1]]
         for layer in self.layers:
             states = layer(states, attention_mask.bool()[:, None, None, :])
-        return self.head(states, attention_mask)
+        return states
+
+    def batches(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield hidden states and masks of token ids, as ``calibrate`` takes them for a head."""
+        for start in range(0, len(rows), 64):
+            batch = pad(rows[start : start + 64])
+            with torch.no_grad():
+                hidden = self.hidden(**batch)
+            yield hidden, batch["attention_mask"]
 
 
 def _spelling(vocabulary: Sequence[str], hidden: int) -> Tensor:

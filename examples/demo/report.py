@@ -12,7 +12,7 @@ from rich.table import Table
 from examples.demo.evaluation import MODEL, RARE
 
 Results = dict[str, Any]  # the content of figures.json
-SHARES = ("stopwords", "special", "rare", "own")
+SHARES = ("stopwords", "rare", "own")
 
 
 def show(console: Console, results: Results) -> None:
@@ -25,16 +25,17 @@ def show(console: Console, results: Results) -> None:
             table.add_row(system, *cells, style="bold" if system == MODEL else "")
         console.print(table)
 
-    table = _table("The vectors", ("vectors of", "training"), ("active", *SHARES))
+    table = _table("The vectors of the test texts", ("vectors of",), ("whole", "pruned", *SHARES))
     for figure in results["test"]:
         for part, side in zip(figure["task"].split(" → "), ("query", "document"), strict=True):
-            for when in ("before", "after"):
-                look = figure[f"{side}_{when}"]
-                cells = (f"{look['active']:,.0f}", *(f"{look[share]:.1%}" for share in SHARES))
-                table.add_row(part, when, *cells, end_section=when == "after")
+            look = figure[side]
+            counts = (f"{look[name]:,.1f}" for name in ("active_unpruned", "active"))
+            table.add_row(part, *counts, *(f"{look[share]:.1%}" for share in SHARES))
+        whole, pruned = (f"{figure[key]:.2f}" for key in ("products_unpruned", "products"))
+        table.add_row("products of a pair", whole, pruned, end_section=True)
     console.print(table)
     console.print(
-        "stopwords, special, rare: share of a text's ten highest dimensions; rare: in at most "
+        "stopwords, rare: share of a text's ten highest dimensions; rare: in at most "
         f"{RARE} training documents and not in the text; own: share of a text's tokens that are "
         "active"
     )

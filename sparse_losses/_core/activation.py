@@ -1,5 +1,6 @@
 """From the largest logit of every text and token to the token's weight."""
 
+import math
 from typing import Literal
 
 import torch
@@ -50,6 +51,48 @@ def weights_of(logits: Tensor, activation: str, threshold: float | Tensor | None
         return weights
     weights = weights.log1p()
     return weights.log1p() if activation == "log1p_relu" else weights
+
+
+def weight_at(logit: float, activation: str) -> float:
+    """Return the weight of one pooled logit."""
+    logit = max(logit, 0.0)
+    if activation == "identity":
+        return logit
+    weight = math.log1p(logit)
+    return math.log1p(weight) if activation == "log1p_relu" else weight
+
+
+def logits_at(weights: Tensor, activation: str) -> Tensor:
+    """Return the pooled logits of weights, 0 for weights of 0."""
+    if activation == "identity":
+        return weights
+    logits = weights.expm1()
+    return logits.expm1() if activation == "log1p_relu" else logits
+
+
+def largest_entries(x: Tensor, count: int) -> Tensor:
+    """Return where each row has its ``count`` largest entries, with all that equal the last."""
+    return x >= x.topk(min(count, x.shape[-1]), dim=-1).values[..., -1:]
+
+
+def pruned_weights(
+    weights: Tensor,
+    threshold: float,
+    keep_at_least: int,
+    *,
+    activation: str,
+    counted: Tensor | None = None,
+) -> Tensor:
+    """Return the weights whose pooled logit is above ``threshold``, 0 in place of the others.
+
+    The ``keep_at_least`` largest of a row, among the dimensions that are ``counted`` (a mask
+    ``[V]``), always stay, so that no text becomes empty.
+    """
+    is_kept = ~(weights <= weight_at(threshold, activation))  # a NaN stays
+    if keep_at_least:
+        rivals = weights if counted is None else torch.where(counted, weights, 0.0)
+        is_kept = is_kept | largest_entries(rivals, keep_at_least)
+    return torch.where(is_kept, weights, 0.0)
 
 
 def check_threshold(threshold: float | Tensor | None, vocab_size: int) -> None:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.dtensors import check_placements, is_dtensor
 from sparse_losses._core.private_torch import transforms_are_active
 
 PLAIN = (Tensor, nn.Parameter)
@@ -45,7 +44,7 @@ def check_tensors(
     """
     sizes: dict[str, int] = {}
     first: dict[str, str] = {}
-    owner, one, mesh = "", None, None
+    owner, one = "", None
     for name, (shapes, remarks) in declaration.items():
         tensor: Any = arguments.get(name)
         if tensor is None and "optional" in remarks:
@@ -62,9 +61,6 @@ def check_tensors(
         if len(shape) != len(received):
             wanted = " or ".join("[" + ", ".join(s) + "]" for s in shapes)
             raise ValueError(f"expected `{name}` of shape {wanted}, got {list(received)}")
-        if is_dtensor(tensor):
-            check_placements(name, tensor, shape, mesh)
-            mesh = tensor.device_mesh
         for letter, size in zip(shape, received, strict=True):
             before = sizes.get(letter)
             if before == size:
@@ -97,6 +93,11 @@ def check_rows(name: str, tensor: object) -> None:
 def _checked_type(name: str, tensor: object) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected `{name}` to be a torch.Tensor, got {type(tensor).__name__}")
+    if type(tensor).__name__ == "DTensor":
+        raise TypeError(
+            f"expected `{name}` to be a plain tensor, got a DTensor: hand over `full_tensor()`, or "
+            "call the module that `fully_shard` has wrapped"
+        )
     return tensor
 
 
@@ -167,10 +168,11 @@ def check_flag(**flags: object) -> None:
             raise TypeError(f"expected `{name}` to be True or False, got {value!r}")
 
 
-def check_zero_one(name: str, tensor: Tensor) -> None:
-    """Raise if a value is neither 0 nor 1, as in additive masks; only where reading is free."""
+def check_zero_one(name: str, tensor: Tensor, mask: Tensor | None = None) -> None:
+    """Raise if a value, in the rows of ``mask``, is neither 0 nor 1; only where reading is free."""
     if tensor.dtype != torch.bool and values_can_be_checked(tensor):
         wrong = tensor != (tensor != 0)  # True equals 1
+        wrong = wrong if mask is None else wrong & mask[:, None]
         if wrong.any():
             raise ValueError(f"expected `{name}` to be 0 or 1, got {tensor[wrong][0].item():g}")
 
@@ -181,10 +183,44 @@ def check_weights(name: str, weights: Tensor | None) -> None:
         raise ValueError(f"expected `{name}` >= 0, got {weights.min().item():g}")
 
 
-def check_learnable(name: str, value: object) -> None:
-    """Raise unless ``value`` is a finite number > 0, or a 0-d floating tensor of any value."""
+def check_unit_interval(name: str, tensor: Tensor) -> None:
+    """Raise unless all values are finite and in [0, 1]; only where reading is free."""
+    if tensor.numel() > 0 and values_can_be_checked(tensor):
+        low, high = tensor.aminmax()
+        # The tolerance is for rounding; a NaN fails this comparison.
+        if not (low >= -1e-6 and high <= 1 + 1e-6):
+            received = f"got values from {low.item():g} to {high.item():g}"
+            raise ValueError(f"expected `{name}` finite and in [0, 1], {received}")
+
+
+def check_csr(name: str, x: Tensor) -> None:
+    """Raise unless the columns of a CSR tensor rise in each row; only where reading is free."""
+    column, starts = x.col_indices(), x.crow_indices()[1:-1]
+    if not values_can_be_checked(column) or len(column) == 0:
+        return
+    low, high = (bound.item() for bound in column.aminmax())
+    if low < 0 or high >= x.shape[1]:
+        wrong = low if low < 0 else high
+        raise ValueError(f"expected columns of `{name}` in [0, {x.shape[1]}), got {wrong}")
+    rises = column.diff() > 0
+    rises[starts[(starts > 0) & (starts < len(column))] - 1] = True  # a new row
+    if not rises.all():
+        raise ValueError(
+            f"expected `{name}` with rising columns in each row, got unsorted or repeated ones: "
+            "sort its entries and add those of one column"
+        )
+
+
+def check_entries(name: str, x: Tensor) -> None:
+    """Raise if an entry of a CSR tensor is below 0; only where reading is free."""
+    if x.layout == torch.sparse_csr:
+        check_weights(name, x.values())
+
+
+def check_learnable(name: str, value: object, *, positive: bool = True) -> None:
+    """Raise unless ``value`` is a finite number, > 0 if ``positive``, or a 0-d floating tensor."""
     if not isinstance(value, Tensor):
-        check_number(name, value, minimum=0.0, exclusive=True)
+        check_number(name, value, minimum=0.0 if positive else -math.inf, exclusive=positive)
     elif value.ndim != 0:
         raise ValueError(
             f"expected `{name}` to be a number or a 0-d tensor, got a tensor of shape "

@@ -5,20 +5,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sparse_losses._core.entries import entries_of
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import num_ranks, sum_over_ranks
 
 Estimator = Literal["biased", "unbiased"]
-
-
-def check_rows(estimator: str, num_rows: int, gather: bool) -> None:
-    """Raise if an unbiased estimate is requested for fewer than two rows in total."""
-    num_rows *= num_ranks() if gather else 1
-    if estimator == "unbiased" and num_rows < 2:
-        raise ValueError(
-            "expected at least 2 rows for estimator='unbiased', which is a mean over pairs of "
-            f"rows, got B = {num_rows}"
-        )
 
 
 def mean_and_square(
@@ -27,16 +18,34 @@ def mean_and_square(
     """Return the column means ``[V]`` of ``x [B, V]`` and an estimate of their squares.
 
     With ``gather`` the means are over the rows of all ranks; only column sums are exchanged. Rows
-    with at most ``threshold`` entries other than 0 count as rows of zeros.
+    with at most ``threshold`` entries other than 0 count as rows of zeros. An unbiased estimate
+    needs two rows.
     """
-    if threshold is not None:  # a product: the NaN of a row is not hidden
-        x = x * ((x != 0).sum(1, keepdim=True) > threshold)
-    count = x.shape[0] * (num_ranks() if gather else 1)
+    num_rows, vocab_size = x.shape
+    count = num_rows * (num_ranks() if gather else 1)
+    if estimator == "unbiased" and count < 2:
+        raise ValueError(
+            "expected at least 2 rows for estimator='unbiased', which is a mean over pairs of "
+            f"rows, got B = {count}"
+        )
     dtype = x.dtype
-    if estimator == "unbiased":
-        # If one row holds nearly all of a column, the difference below cancels in fp32.
-        x = x.to(widest_dtype(x.device))
-    sums = [x.sum(0)] if estimator == "biased" else [x.sum(0), x.square().sum(0)]
+    # If one row holds nearly all of a column, a difference of squares cancels in fp32.
+    wide = dtype if estimator == "biased" else widest_dtype(x.device)
+    if x.layout == torch.sparse_csr:
+        entries = entries_of(x)
+        value = entries.value
+        if threshold is not None:
+            active = entries.sum_rows(num_rows, (value != 0).to(dtype))
+            value = value * (active > threshold)[entries.row]
+        value = value.to(wide)
+        sums = [entries.sum_columns(vocab_size, value)]
+        if estimator == "unbiased":
+            sums.append(entries.sum_columns(vocab_size, value.square()))
+    else:
+        if threshold is not None:  # a product: the NaN of a row is not hidden
+            x = x * ((x != 0).sum(1, keepdim=True) > threshold)
+        x = x.to(wide)
+        sums = [x.sum(0)] if estimator == "biased" else [x.sum(0), x.square().sum(0)]
     if gather:
         sums = list(sum_over_ranks(torch.stack(sums)))
     mean = sums[0] / max(count, 1)

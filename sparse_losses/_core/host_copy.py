@@ -9,6 +9,13 @@ from torch import Tensor
 T = TypeVar("T")
 
 
+def can_copy(tensor: Tensor) -> bool:
+    """Whether the values can come to the host: not those of a meta tensor or of a CUDA graph."""
+    if tensor.is_cuda:
+        return not torch.cuda.is_current_stream_capturing()
+    return not tensor.is_meta
+
+
 class HostCopy(Generic[T]):
     """The present values of a tensor, copied to the host while the device continues to work.
 

@@ -1,6 +1,7 @@
 """Selection of one implementation of a loss: its definition or a faster alternative."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -28,6 +29,7 @@ class Implementation(NamedTuple):
             tensors that need a gradient; returns the value and the gradients by name. (Callers of
             ``choose`` alone define their own signature.)
         compiles: whether ``torch.compile`` can trace it.
+        purpose: the calls for which ``is_preferred``, in words, for ``explain``.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Implementation(NamedTuple):
     is_preferred: Callable[[Arguments], bool]
     compute: Callable[..., Any]
     compiles: bool = False
+    purpose: str = "calls that gain from it"
 
 
 def always(arguments: Arguments) -> bool:
@@ -61,21 +64,91 @@ def choose(
     Raises:
         ValueError: if the implementation named by ``impl`` does not support the call.
     """
+    verdicts = _verdicts(implementations, impl, arguments)
+    if not torch.compiler.is_compiling() and _is_explaining.get():
+        raise _Explanation(verdicts)
+    for implementation, objection in verdicts:
+        if not objection:
+            return implementation
+    return None
+
+
+def _verdicts(
+    implementations: Sequence[Implementation], impl: str, arguments: Arguments
+) -> Iterator[tuple[Implementation, str]]:
+    """Yield implementations and what speaks against each, nothing for one that is taken."""
     is_eager = can_bring_its_gradient(*arguments.values()) and not is_exported()
     is_plain = is_eager or not (is_transformed() or is_exported())
     for implementation in implementations:
         can_run = is_eager or (implementation.compiles and is_plain)
         is_named = impl == implementation.name
-        if not is_named and not (impl == "auto" and can_run):
+        if not is_named and impl != "auto":
+            yield implementation, f'impl="{impl}" was asked for'
+            continue
+        if not is_named and not can_run:
+            yield implementation, "torch.compile, torch.func and exporters need the definition"
             continue
         reason = implementation.unsupported_reason(arguments)
         if reason is not None and is_named:
             raise ValueError(
                 f'expected {reason} with impl="{impl}"; impl="auto" selects one that can'
             )
-        if can_run and reason is None and (is_named or implementation.is_preferred(arguments)):
-            return implementation
-    return None
+        if not can_run:
+            yield implementation, "torch.compile, torch.func and exporters need the definition"
+        elif reason is not None:
+            yield implementation, f"it needs {reason.rstrip(',')}"
+        elif not (is_named or implementation.is_preferred(arguments)):
+            yield implementation, f"it is for {implementation.purpose}"
+        else:
+            yield implementation, ""
+
+
+_is_explaining = ContextVar("_is_explaining", default=False)
+
+
+class _Explanation(Exception):  # it ends the call that it explains
+    def __init__(self, verdicts: Iterator[tuple[Implementation, str]]) -> None:
+        self.verdicts = verdicts
+
+
+def explain(loss: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Return which implementation a call takes and why, in words; the loss is not computed.
+
+    Args:
+        loss: a loss function or module, ``splade_head`` or ``splade_pool``, not compiled.
+        *args: what it would be called with.
+        **kwargs: likewise. With ``gather=True`` every rank must explain the call.
+
+    Returns:
+        A line with the name of the implementation, and a line for each one that comes before it.
+
+    Raises:
+        ValueError: as the call would, for wrong arguments.
+
+    Examples:
+        >>> import torch
+        >>> from sparse_losses import explain, info_nce_loss
+        >>> x = torch.randn(4, 8)
+        >>> print(explain(info_nce_loss, x, x, impl="direct"))
+        info_nce_loss takes "direct"
+          not "nonzeros": impl="direct" was asked for
+          not "blocks": impl="direct" was asked for
+    """
+    name = getattr(loss, "__name__", type(loss).__name__)
+    token = _is_explaining.set(True)
+    try:
+        loss(*args, **kwargs)
+    except _Explanation as explanation:
+        taken, lines = "definition", []
+        for implementation, objection in explanation.verdicts:
+            if not objection:
+                taken = implementation.name
+                break
+            lines.append(f'\n  not "{implementation.name}": {objection}')
+        return f'{name} takes "{taken}"' + "".join(lines)
+    finally:
+        _is_explaining.reset(token)
+    return f'{name} takes "definition", which it has alone'
 
 
 def compute(

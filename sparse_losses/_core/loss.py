@@ -8,7 +8,7 @@ A tensor is declared by its shapes (``"N D or B N D"``, one capital letter per d
 remarks. Without remarks it is data: a floating-point tensor that takes part in the choice of the
 dtype of the computation and is cast to it.
 
-- ``optional``: may be ``None``. ``csr``: may be sparse (``torch.sparse_csr``).
+- ``optional``: may be ``None``. ``csr``: may be sparse (``torch.sparse_csr``), columns rising.
 - ``uncast``: data that keeps its dtype.
 - ``halves``: data. In eager mode it keeps its half-precision dtype if all tensors with this remark
   have that dtype and the device returns their products in fp32.
@@ -16,13 +16,18 @@ dtype of the computation and is cast to it.
   dtype, as by ``nn.Linear``; not on the CPU, where products stay in fp32.
 - ``detached``: has no gradient: a teacher's scores, the keys of a momentum encoder.
 - ``constant``: cast, but without a part in the choice of the dtype: a penalty, weights.
+- ``>= 0``, ``entries >= 0`` (of CSR), ``0 to 1``: other values are refused where reading is free.
 - ``mask``: bool, int or float 0/1; converted to bool.
-- ``integer``: ids and counts. ``labels``: multi-hot rows. ``token ids``: ids whose range the body
-  checks at attended positions. These three are passed on unchanged.
+- ``labels``: multi-hot rows, 0 or 1; unchanged. With ``labels at m`` only where mask ``m`` is set.
+- ``integer``: ids and counts; unchanged.
+- ``token ids at m``: ids in ``[0, V)`` where mask ``m`` is set; int64, 0 elsewhere.
 
-A number is declared by its bound: ``"finite"``, ``">= 0"``, ``"> 0"``, ``"integer >= 1"``, or
-``"> 0, learnable"``; the latter may also be a 0-d tensor of any value, which is cast. A number may
-be ``None`` where that is its default. Flags and choices need no declaration: their annotations
+What one rank refuses is told to all that take part in the call, so whatever depends on values is
+refused here. The bodies refuse sizes and settings alone, which are the same on all ranks.
+
+A number is declared by its bound: ``"finite"``, ``">= 0"``, ``"> 0"`` or ``"integer >= 1"``. With
+``learnable`` after a bound it may also be a 0-d tensor of any value, which is cast. A number may be
+``None`` where that is its default. Flags and choices need no declaration: their annotations
 ``bool`` and ``Literal`` define what is allowed; ``tuple[Literal[...], ...]`` stands for several of
 the choices, the first always among them.
 """
@@ -48,24 +53,28 @@ from sparse_losses._core.checks import (
     Declared,
     check_choice,
     check_choices,
+    check_csr,
+    check_entries,
     check_flag,
     check_integer,
     check_learnable,
     check_number,
     check_tensors,
+    check_unit_interval,
+    check_weights,
+    check_zero_one,
     declared,
     values_can_be_checked,
 )
-from sparse_losses._core.dtensors import agree, beside_dtensors, is_dtensor, refuse, whole
 from sparse_losses._core.implementations import is_exported
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.products import HALVES, returns_fp32
-from sparse_losses._core.token_ids import as_mask
+from sparse_losses._core.token_ids import as_mask, attended_ids
+from sparse_losses.distributed import agree_across_ranks, refuse_across_ranks
 
-UNCHANGED = ("labels", "token ids")
-NO_DATA = ("mask", "integer")
-LEARNABLE = "> 0, learnable"
+NO_DATA = ("mask", "integer", "labels", "token ids")
+LEARNABLE = ", learnable"
 PADDED = "S"  # the padded length differs between ranks
 
 P = ParamSpec("P")
@@ -97,8 +106,8 @@ class _Declaration(NamedTuple):
             value = hyperparameters[name]
             if value is None and self.defaults.get(name, bound) is None:
                 continue
-            if bound == LEARNABLE:
-                check_learnable(name, value)
+            if bound.endswith(LEARNABLE):
+                check_learnable(name, value, positive=bound.startswith("> 0"))
             elif bound.startswith("integer"):
                 check_integer(name, value, minimum=int(bound.removeprefix("integer >= ")))
             elif bound == "finite":
@@ -123,7 +132,7 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         flags = tuple(n for n, h in hints.items() if h is bool and n not in ("gather", "return"))
         defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
         declaration = _Declaration(tensors, numbers, flags, choices, several, defaults)
-        learnable = [name for name, bound in numbers.items() if bound == LEARNABLE]
+        learnable = [name for name, bound in numbers.items() if bound.endswith(LEARNABLE)]
         steps, first = _steps(tensors), names[0]
 
         @functools.wraps(function)
@@ -133,26 +142,21 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             is_wrong = len(arguments) < len(args) + len(kwargs)  # too many, or a duplicate
             if is_wrong or first not in arguments:
                 return function(*args, **kwargs)  # Python raises the error
-            has_dtensor = any(is_dtensor(x) for x in arguments.values())
-            if has_dtensor and torch.compiler.is_compiling():  # the compiler fails there
-                return torch.compiler.disable(checked)(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
             try:
                 if kwargs:
                     declaration.check(kwargs)
                 sizes = check_tensors(tensors, arguments)
-                dtype = _cast(steps, arguments)
+                dtype = _cast(steps, arguments, sizes)
                 data = arguments[first]
                 for name in learnable:
                     if isinstance(arguments.get(name), Tensor):
                         arguments[name] = _beside(name, arguments[name], first, data).to(dtype)
             except (TypeError, ValueError) as error:
-                refuse(function.__name__, arguments.get("gather"), arguments.values(), error)
+                gather = arguments.get("gather")
+                refuse_across_ranks(function.__name__, gather, arguments.values(), error)
                 raise
-            if has_dtensor or arguments.get("gather", False) is not False:
+            if arguments.get("gather", False) is not False:
                 _agree(function.__name__, declaration, arguments, sizes)
-            if has_dtensor:
-                with beside_dtensors(*arguments.values()), autocast_off(data.device):
-                    return whole(function(**arguments))  # type: ignore[call-arg,no-any-return]  # see below
             # This test is cheaper than entering the context.
             is_plain = data.is_cpu and not torch.compiler.is_compiling()
             if (is_plain or is_exported()) and not torch.is_autocast_enabled(data.device.type):
@@ -182,31 +186,49 @@ class _Step(NamedTuple):
 
     name: str
     kind: str
+    mask: str  # the name after "at"
     is_data: bool
     is_detached: bool
+    check: Callable[[str, Tensor], None] | None
+
+
+CHECKS = {
+    ">= 0": check_weights,
+    "0 to 1": check_unit_interval,
+    "entries >= 0": check_entries,
+}
 
 
 def _steps(tensors: Mapping[str, Declared]) -> list[_Step]:
+    """Return the steps of a declaration, masks first: other tensors are checked at them."""
     steps = []
     for name, (_, remarks) in tensors.items():
-        if remarks.isdisjoint(UNCHANGED):
-            kinds = (*NO_DATA, "layer", "halves", "uncast")
-            kind = next((kind for kind in kinds if kind in remarks), "cast")
-            is_data = kind not in NO_DATA and "constant" not in remarks
-            steps.append(_Step(name, kind, is_data, "detached" in remarks))
-    return steps
+        masks = dict(remark.split(" at ") for remark in remarks if " at " in remark)
+        kinds = (*NO_DATA, "layer", "halves", "uncast")
+        kind = next((kind for kind in kinds if kind in remarks or kind in masks), "cast")
+        is_data = kind not in NO_DATA and "constant" not in remarks
+        check = next((CHECKS[remark] for remark in CHECKS if remark in remarks), None)
+        mask = masks.get(kind, "")
+        steps.append(_Step(name, kind, mask, is_data, "detached" in remarks, check))
+    return sorted(steps, key=lambda step: step.kind != "mask")
 
 
-def _cast(steps: Sequence[_Step], arguments: dict[str, Any]) -> torch.dtype:
-    """Detach, cast and convert the tensors in ``arguments``; return the dtype to compute in."""
+def _cast(
+    steps: Sequence[_Step], arguments: dict[str, Any], sizes: Mapping[str, int]
+) -> torch.dtype:
+    """Check, detach, cast and convert the tensors; return the dtype to compute in."""
     data: dict[str, Tensor] = {}
     cast, halves = [], []
-    for name, kind, is_data, is_detached in steps:
+    for name, kind, mask, is_data, is_detached, check in steps:
         tensor = arguments.get(name)
         if tensor is None:
             continue
         if is_data and tensor.dtype != torch.float32:
             data[name] = tensor
+        if check is not None:
+            check(name, tensor)
+        if tensor.layout == torch.sparse_csr:
+            check_csr(name, tensor)
         if is_detached:
             arguments[name] = tensor.detach()
         if kind == "cast":
@@ -216,6 +238,10 @@ def _cast(steps: Sequence[_Step], arguments: dict[str, Any]) -> torch.dtype:
         elif kind == "integer":
             if tensor.is_floating_point() or tensor.dtype == torch.bool:
                 raise TypeError(f"expected `{name}` to be integers, got {tensor.dtype}")
+        elif kind == "labels":
+            check_zero_one(name, tensor, arguments.get(mask))
+        elif kind == "token ids":
+            arguments[name] = attended_ids(name, tensor, arguments[mask], sizes["V"], gathered=True)
         elif kind == "layer":
             arguments[name] = _as_layer(tensor)
         elif kind == "halves":
@@ -264,9 +290,8 @@ def _agree(
         given = {**declaration.defaults, **arguments}
         for name in sorted(given.keys() - tensors.keys() - {"gather"}):
             compared[f"`{name}`"] = shown(given[name])
-    present = {name: arguments.get(name) for name in tensors}
-    present.update((name, x) for name, x in arguments.items() if is_dtensor(x))  # a number, too
-    agree(call, arguments.get("gather", False), present, **compared)
+    present = (arguments.get(name) for name in tensors)
+    agree_across_ranks(call, arguments.get("gather", False), *present, **compared)
 
 
 class LossModule(nn.Module):
@@ -317,7 +342,7 @@ def _repr(value: Any) -> str:
 def shown(value: Any) -> str:
     """Return the representation of a hyperparameter; a number is read only where that is free."""
     if isinstance(value, Tensor):
-        is_free = value.ndim == 0 and values_can_be_checked(value)
+        is_free = value.ndim < 2 and values_can_be_checked(value)
         return repr(value.tolist()) if is_free else f"a tensor {list(value.shape)}"
     is_plain = isinstance(value, (bool, int, float, str, list, tuple))
     return repr(value) if is_plain else f"of {type(value)}"  # an iterator is the ranks' own

@@ -36,6 +36,11 @@ def as_single(x: Tensor) -> Tensor:
     return x.float() if x.dtype in HALVES else x
 
 
+def as_dense(x: Tensor) -> Tensor:
+    """Return a CSR tensor as a dense one, half precision as fp32."""
+    return as_single(x if x.layout == torch.strided else x.to_dense())
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` of matrices or batches of matrices; fp32 for halves; no autograd."""
     if a.dtype not in HALVES:
@@ -44,3 +49,31 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         return as_single(a) @ as_single(b)
     multiply = torch.mm if a.ndim == 2 else torch.bmm
     return multiply(a, b, out_dtype=torch.float32)
+
+
+def add_product_(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Return ``total + a @ b``, in place; for halves the total is fp32."""
+    if total is None:
+        return product(a, b)
+    if b.dtype == total.dtype:
+        return total.addmm_(a, b)
+    known = (b.device, b.dtype)
+    if known not in _adds_fp32:
+        _adds_fp32[known] = returns_fp32(*known) and _adds_in_a_trial(*known)
+    if _adds_fp32[known]:
+        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    return total.add_(product(a, b))
+
+
+_adds_fp32: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+
+def _adds_in_a_trial(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product of halves can be added to an fp32 matrix in place, and is."""
+    one = torch.ones(16, 16, device=device, dtype=dtype)
+    total = torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, one, one, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return device.type == "meta" or bool((total == 17).all())

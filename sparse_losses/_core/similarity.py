@@ -4,10 +4,12 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import widest_dtype
+from sparse_losses._core.private_torch import is_batched
 
 
 def normalize(x: Tensor) -> Tensor:
@@ -40,6 +42,24 @@ def _normalize(x: Tensor) -> Tensor:
     return x * root * root
 
 
+def distance(x1: Tensor, x2: Tensor) -> Tensor:
+    """Return the Euclidean distance of rows ``[B]``; its gradient at 0 is 0.
+
+    Its dtype is wide enough for its square.
+    """
+    if can_bring_its_gradient(x1, x2):
+        length: Tensor = _Distance.apply(x1, x2)  # type: ignore[no-untyped-call]
+        return length
+    return _distance(x1, x2)
+
+
+def _distance(x1: Tensor, x2: Tensor) -> Tensor:
+    wide = widest_dtype(x1.device)
+    squares = nnf.mse_loss(x1.to(wide), x2.to(wide), reduction="none").sum(-1)
+    is_zero = squares == 0  # where the slope of the root is infinite
+    return squares.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
+
+
 def finite_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``x [..., D]``, rows that are not finite replaced by 0, and which rows these are."""
     is_replaced = (x - x).detach().any(-1)  # infinity minus infinity is NaN, and NaN is true
@@ -53,12 +73,9 @@ def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     if x.numel() == 0:
         return x.clone(), x.new_zeros(*x.shape[:-1], 1)
-    if x.is_cpu:  # reading values is free on a CPU
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        low, high = torch.aminmax(norm)
-        if low > 1e-15 and high < 1e15:  # no square overflowed or underflowed
-            inverse = norm.reciprocal_()
-            return x * inverse, inverse
+    if (norm := _cpu_norm(x)) is not None:
+        inverse = norm.reciprocal_()
+        return x * inverse, inverse
     wide = widest_dtype(x.device)
     if x.dtype != wide:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
@@ -72,6 +89,15 @@ def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     unit /= torch.where(is_zero, 1.0, norm)
     inverse = (1 / scale / norm).clamp(max=torch.finfo(x.dtype).max)
     return unit, torch.where(is_zero, 0.0, inverse)
+
+
+def _cpu_norm(x: Tensor) -> Tensor | None:
+    """Return norms ``[..., 1]`` where reading is free, a CPU, and no square is out of range."""
+    if not x.is_cpu or x.numel() == 0:
+        return None
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    low, high = torch.aminmax(norm)
+    return norm if low > 1e-15 and high < 1e15 else None
 
 
 class HalfRows(NamedTuple):
@@ -123,4 +149,32 @@ class _Normalize(torch.autograd.Function):
             alias = x.view_as(x)  # so that hooks of `x` are not called
             unit = _normalize(alias)
             return torch.autograd.grad(unit, alias, upstream, create_graph=True)[0]
-        return through_unit_rows_(upstream.clone(), unit, inverse)
+        along = (unit * upstream).sum(-1, keepdim=True)
+        return torch.addcmul(upstream, unit, along, value=-1.0).mul_(inverse)
+
+
+class _Distance(torch.autograd.Function):
+    """The distance without a copy of the rows in a wider dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x1: Tensor, x2: Tensor) -> Tensor:
+        difference = x1 - x2
+        length, wide = _cpu_norm(difference), widest_dtype(x1.device)
+        if length is None:
+            length = torch.linalg.vector_norm(difference, dim=-1, keepdim=True, dtype=wide)
+        ctx.save_for_backward(x1, x2, difference, length)
+        return length[:, 0].to(wide)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        x1, x2, difference, length = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            aliases = x1.view_as(x1), x2.view_as(x2)
+            return torch.autograd.grad(_distance(*aliases), aliases, upstream, create_graph=True)
+        slope = upstream[:, None].to(length.dtype) / length
+        slope = slope.masked_fill(length == 0, 0.0)
+        if is_batched(upstream):  # nothing can then be written into
+            gradient = (difference * slope).to(difference.dtype)
+        else:
+            gradient = torch.mul(difference, slope, out=torch.empty_like(difference))
+        return gradient, -gradient if ctx.needs_input_grad[1] else None

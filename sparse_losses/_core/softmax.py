@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.dtensors import is_dtensor
-
 # `log(1 + exp(x))` to full precision; PyTorch's default returns `x` from 20.
 softplus = functools.partial(nnf.softplus, threshold=50.0)
 
@@ -24,12 +22,19 @@ def false_negative_limit(own: Tensor, margin: float | Tensor | None, ratio: floa
     return limits[0] if len(limits) == 1 else torch.minimum(*limits)
 
 
+def largest_positive(scores: Tensor, is_positive: Tensor) -> Tensor:
+    """Return each row's largest score of a positive ``[B]``, infinity without one; detached."""
+    if scores.shape[1] == 0:
+        return scores.sum(1)
+    largest = scores.detach().masked_fill(~is_positive, -torch.inf).amax(1)
+    return torch.where(is_positive.any(1), largest, torch.inf)
+
+
 def diagonal(scores: Tensor, first: int = 0) -> Tensor:
     """Return ``scores[i, first + i]`` of every row."""
-    if not torch.compiler.is_compiling() and not is_dtensor(scores):
+    if not torch.compiler.is_compiling():
         return scores.diagonal(first)
-    # The compiler of PyTorch 2.13 warns of a deprecated call of its own in `diagonal`, for which a
-    # DTensor would gather all scores.
+    # The compiler of PyTorch 2.13 warns of a deprecated call of its own in `diagonal`.
     index = torch.arange(first, first + len(scores), device=scores.device)
     return scores.gather(1, index[:, None])[:, 0]
 
@@ -47,6 +52,40 @@ def one_positive_rows(
     # The last difference is 0. It has the gradient of the positive, and its NaN.
     gap = masked_logsumexp(scores - shift[:, None], absent) + (shift - own)
     return gap if decoupled else softplus(gap)
+
+
+def one_positive_rows_and_slopes(
+    gaps: Tensor, own: Tensor | None, dim: int = 1, *, decoupled: bool, needs_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``one_positive_rows`` and its gradient, which is ``slopes * softmax``.
+
+    ``gaps`` are the scores minus the positives' along ``dim``, the lowest number where there is no
+    negative. The gradient by the positives is ``-slopes``. Without a need of it both are
+    meaningless. ``own`` are the positives' scores if a row may be without a negative.
+    """
+    if needs_gradient:
+        probabilities, gap = softmax_and_logsumexp(gaps, dim)
+    else:
+        probabilities, gap = gaps, gaps.logsumexp(dim)
+    if own is not None:
+        gap = gap.add_(own - own)  # the NaN of a positive without a negative
+    if decoupled:
+        return gap, probabilities, torch.ones_like(gap)
+    # Where all gaps are the lowest number, value and slope are 0.
+    return softplus(gap), probabilities, gap.sigmoid() if needs_gradient else gap
+
+
+def softmax_and_logsumexp(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return softmax and log-sum-exp in six launches; ``logsumexp`` alone takes nine."""
+    probabilities = scores.softmax(dim)
+    # The largest probability is exp(0) over the sum of the exponentials. An infinite score makes it
+    # NaN; the log-sum-exp is then infinite.
+    if scores.is_cpu:  # where an index is slower than a second pass
+        highest, largest = scores.amax(dim), probabilities.amax(dim)
+    else:
+        highest, index = scores.max(dim)
+        largest = probabilities.gather(dim, index.unsqueeze(dim)).squeeze(dim)
+    return probabilities, highest - largest.log_().nan_to_num_(nan=0.0)
 
 
 def contrastive_rows(

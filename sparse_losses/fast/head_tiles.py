@@ -1,156 +1,123 @@
 """The head in tiles of the vocabulary: a few launches per tile and no sync with the device.
 
-The forward pass computes the scores of a tile and the maximum of every text, with its position. The
-backward pass scatters the incoming gradient to these positions in a tile of zeros; two products
-give the gradients of hidden states and weight. The three operators below are each other's
-derivatives, so that they can be differentiated any number of times. With positions ``p``, states
-``x`` and rows ``w``, ``picked(x, w)[i, j]`` is ``x[i, p[i, j]] . w[j]``, and ``spread`` is its
-gradient with respect to both.
-
-They are custom operators, which compilers do not trace. ``source`` gives the position whose state
-is used at each position: a masked position gets a copy of an attended state of the same text, which
-cannot change the maximum. A text without attended positions is ``absent``: its states are zeros.
+The forward pass computes the scores of a tile and the maximum of every text, with its position. A
+masked position gets a copy of an attended state of the same text, which cannot change the maximum.
+The dense gradient scatters what comes in to these positions, in a tile of zeros; two products give
+the gradients of hidden states and weight.
 
 Halves are multiplied as halves. If the device can return such a product in fp32, the maximum is
 over fp32 scores and the gradient of the hidden states is summed in fp32. Otherwise the scores are
 rounded to halves, as in a linear layer.
 """
 
-from collections.abc import Iterator
-from typing import Any, Sequence  # noqa: UP035  # PyTorch 2.6 needs it for operators
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from sparse_losses._core.precision import autocast_off
 from sparse_losses._core.products import product, returns_fp32
+from sparse_losses.fast.head_entries import Entries, Inputs, is_active, operand_type, places_of
 
 BYTES = 1 << 28  # maximal size of a tile's scores, and of a tile's rows of the weight
 
 
-def tiled_head(
+def tiles_of_maxima(
     hidden: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     attended: Tensor | None,
-    *,
-    dtype: torch.dtype,
-    **_: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the largest logits ``[B, V]``, and where there are none ``[B, 1]``."""
-    source, absent = sources(attended)
-    keeps_places = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    operands = product_dtype(hidden, weight, dtype)
-    highest, _ = maxima(hidden, weight, source, absent, operands, dtype, keeps_places)
-    return highest if bias is None else highest + bias, absent
-
-
-def product_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the product's operands: ``dtype`` on the CPU, else that of the inputs."""
-    if hidden.device.type == "cpu" or dtype == torch.float64:
-        return dtype
-    return torch.promote_types(hidden.dtype, weight.dtype)
-
-
-def sources(attended: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return ``source [B, S]`` and ``absent [B, 1]`` (see the top of the module)."""
-    if attended is None:
-        return None, None
-    position = torch.arange(attended.shape[1], device=attended.device)
-    # Inductor finds wrong positions in a maximum over bool (PyTorch's issues 174069 and 184893).
-    has_any, some = attended.view(torch.uint8).max(1, keepdim=True)
-    return torch.where(attended, position, some), has_any.logical_not()
-
-
-def smallest_integer(length: int) -> torch.dtype:
-    """Return the smallest integer dtype that holds the positions of a text."""
-    if length <= 1 << 8:
-        return torch.uint8
-    return torch.int16 if length <= 1 << 15 else torch.int32
-
-
-def _maxima(
-    hidden: Tensor,
-    weight: Tensor,
-    source: Tensor | None,
-    absent: Tensor | None,
     operands: torch.dtype,
-    dtype: torch.dtype,
     keeps_places: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the largest scores ``[B, V]`` and, if requested, their positions."""
-    highest, place = _empty_maxima(hidden, weight, dtype, keeps_places)
-    with autocast_off(hidden.device):
-        states = _states(hidden, source, absent, operands)
-        for part, rows in _tiles(weight, states, _bytes_of_a_score(states)):
-            if not keeps_places:
-                highest[:, part] = _scores(rows, states, len(hidden)).amax(2).T
-                continue
-            largest, where = _scores(rows, states, len(hidden)).max(2)
-            highest[:, part] = largest.T
-            place[:, part] = where.T if source is None else source.gather(1, where.T)
-    return highest, place
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield columns, their largest scores ``[B, T]`` and positions, which may be empty."""
+    source, states = _states(hidden, attended, operands)
+    for part, rows in _tiles(weight, states, _score_bytes(states)):
+        scores = _scores(rows, states, len(hidden))
+        if not keeps_places:
+            yield part, scores.amax(2).T, scores.new_empty(0)
+            continue
+        highest, place = scores.max(2)
+        del scores  # free it before the next tile is allocated
+        yield part, highest.T, place.T if source is None else source.gather(1, place.T)
 
 
-def _picked(
+def tiled_entries(inputs: Inputs) -> Entries:
+    """Return the active entries; the host waits for their number, tile by tile."""
+    hidden, weight, bias, attended, gate, dtype = inputs
+    absent = None if attended is None else attended.logical_not().all(1, keepdim=True)
+    operands = operand_type(hidden, weight, dtype)
+    found = []
+    for part, highest, place in tiles_of_maxima(hidden, weight, attended, operands, True):
+        logit = highest.to(dtype) if bias is None else highest.to(dtype) + bias[part]
+        active = is_active(logit, None if gate is None else gate[:, part])
+        flat = places_of((active if absent is None else active & ~absent).flatten(), -1)
+        row, column = flat // logit.shape[1], flat % logit.shape[1]
+        token = row * hidden.shape[1] + place[row, column]
+        found.append(Entries(column + part.start, token, logit[row, column]))
+    return Entries(*map(torch.cat, zip(*found, strict=True)))
+
+
+def picked(
     place: Tensor,
     hidden: Tensor,
     weight: Tensor,
-    source: Tensor | None,
-    absent: Tensor | None,
+    attended: Tensor | None,
     operands: torch.dtype,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the scores ``[B, V]`` at the positions ``place``."""
-    scores = hidden.new_empty(place.shape, dtype=dtype)
+    scores = hidden.new_zeros(place.shape, dtype=dtype)
+    if 0 in hidden.shape[:2]:
+        return scores
     with autocast_off(hidden.device):
-        states = _states(hidden, source, absent, operands)
-        for part, rows in _tiles(weight, states, _bytes_of_a_score(states)):
+        _, states = _states(hidden, attended, operands)
+        for part, rows in _tiles(weight, states, _score_bytes(states)):
             index = place[:, part].T.long()[..., None]
             scores[:, part] = _scores(rows, states, len(hidden)).gather(2, index)[..., 0].T
     return scores
 
 
-def _spread(
+def dense_gradients(
     upstream: Tensor,
     place: Tensor,
     hidden: Tensor,
     weight: Tensor,
-    source: Tensor | None,
-    absent: Tensor | None,
+    attended: Tensor | None,
     operands: torch.dtype,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of hidden states and weight; empty where not needed."""
-    grad_hidden, grad_weight = _empty_gradients(hidden, weight, needs)
-    with autocast_off(hidden.device):
-        states = _states(hidden, source, absent, operands)
-        factors = upstream.to(operands)
-        total = hidden.new_zeros(states.shape if needs[0] else 0, dtype=upstream.dtype)
-        for part, rows in _tiles(weight, states, states.element_size()):
-            index = place[:, part].T.long()[..., None]
-            at_places = states.new_zeros(len(rows), *hidden.shape[:2])
-            at_places = at_places.scatter_(2, index, factors[:, part].T[..., None]).flatten(1)
-            if needs[0]:
-                total += _product(at_places.T, rows)
-            if needs[1] and weight.dtype == operands:
-                torch.mm(at_places, states, out=grad_weight[part])
-            elif needs[1]:
-                grad_weight[part] = at_places @ states
-            del at_places  # free it before the next tile is allocated
+    _, states = _states(hidden, attended, operands)
+    factors = upstream.to(operands)
+    grad_hidden = hidden.new_zeros(states.shape if needs[0] else 0, dtype=upstream.dtype)
+    grad_weight = weight.new_empty(weight.shape if needs[1] else 0)
+    for part, rows in _tiles(weight, states, states.element_size()):
+        index = place[:, part].T.long()[..., None]
+        at_places = states.new_zeros(len(rows), *hidden.shape[:2])
+        at_places = at_places.scatter_(2, index, factors[:, part].T[..., None]).flatten(1)
         if needs[0]:
-            grad_hidden = total.view(hidden.shape).to(hidden.dtype)
-    return grad_hidden, grad_weight
+            grad_hidden += _product(at_places.T, rows)
+        if needs[1]:
+            grad_weight[part] = at_places @ states
+        del at_places  # free it before the next tile is allocated
+    return grad_hidden.view(hidden.shape if needs[0] else 0).to(hidden.dtype), grad_weight
 
 
 def _states(
-    hidden: Tensor, source: Tensor | None, absent: Tensor | None, operands: torch.dtype
-) -> Tensor:
-    """Return the states ``[B * S, H]`` to multiply."""
-    if source is not None and absent is not None:
-        hidden = hidden.gather(1, source[..., None].expand(hidden.shape))
-        hidden.masked_fill_(absent[..., None], 0.0)
-    return hidden.flatten(0, 1).to(operands)
+    hidden: Tensor, attended: Tensor | None, operands: torch.dtype
+) -> tuple[Tensor | None, Tensor]:
+    """Return the position whose state is used at each position, and the states ``[B * S, H]``.
+
+    A masked position gets a state of the same text, or zeros where the text has none.
+    """
+    if attended is None or attended.numel() == 0:
+        return None, hidden.flatten(0, 1).to(operands)
+    position = torch.arange(attended.shape[1], device=attended.device)
+    has_any, some = attended.view(torch.uint8).max(1, keepdim=True)
+    source = torch.where(attended, position, some)
+    hidden = hidden.gather(1, source[..., None].expand(hidden.shape))
+    hidden = hidden.masked_fill(has_any.logical_not()[..., None], 0.0)
+    return source, hidden.flatten(0, 1).to(operands)
 
 
 def _scores(rows: Tensor, states: Tensor, batch: int) -> Tensor:
@@ -162,122 +129,17 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return product(a, b) if returns_fp32(a.device, a.dtype) else a @ b
 
 
-def _bytes_of_a_score(states: Tensor) -> int:
+def _score_bytes(states: Tensor) -> int:
     return 4 if returns_fp32(states.device, states.dtype) else states.element_size()
 
 
-def _tiles(weight: Tensor, states: Tensor, bytes_of_a_score: int) -> Iterator[tuple[slice, Tensor]]:
+def _tiles(weight: Tensor, states: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the weight's rows whose scores stay within the memory budget."""
-    height = _tile_height(states, bytes_of_a_score)
+    height = _tile_height(states, size)
     for start in range(0, len(weight), height):
         part = slice(start, start + height)
         yield part, weight[part].to(states.dtype)
 
 
-def _tile_height(states: Tensor, bytes_of_a_score: int) -> int:
-    return max(BYTES // (max(states.shape) * bytes_of_a_score), 1)
-
-
-# ------------------------------------------------------------------------------------------------
-# Custom operators: shapes of their results, and derivatives
-
-
-def _empty_maxima(
-    hidden: Tensor, weight: Tensor, dtype: torch.dtype, keeps_places: bool
-) -> tuple[Tensor, Tensor]:
-    shape = hidden.shape[0], weight.shape[0]
-    return (
-        hidden.new_empty(shape, dtype=dtype),
-        hidden.new_empty(shape if keeps_places else 0, dtype=smallest_integer(hidden.shape[1])),
-    )
-
-
-def _empty_gradients(
-    hidden: Tensor, weight: Tensor, needs: Sequence[bool]
-) -> tuple[Tensor, Tensor]:
-    return (
-        hidden.new_empty(hidden.shape if needs[0] else 0),
-        weight.new_empty(weight.shape if needs[1] else 0),
-    )
-
-
-maxima = torch.library.custom_op("sparse_losses::head_maxima", _maxima, mutates_args=())
-picked = torch.library.custom_op("sparse_losses::head_picked", _picked, mutates_args=())
-spread = torch.library.custom_op("sparse_losses::head_spread", _spread, mutates_args=())
-
-
-@maxima.register_fake
-def _(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    *_, dtype, keeps_places = others
-    return _empty_maxima(hidden, weight, dtype, keeps_places)
-
-
-@picked.register_fake
-def _(place: Tensor, hidden: Tensor, weight: Tensor, *others: Any) -> Tensor:
-    *_, dtype = others
-    return hidden.new_empty(place.shape, dtype=dtype)
-
-
-@spread.register_fake
-def _(
-    upstream: Tensor, place: Tensor, hidden: Tensor, weight: Tensor, *others: Any
-) -> tuple[Tensor, Tensor]:
-    *_, needs = others
-    return _empty_gradients(hidden, weight, needs)
-
-
-def _keep_maxima(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    hidden, weight, source, absent, operands, _, _ = inputs
-    ctx.save_for_backward(output[1], hidden, weight, source, absent)
-    ctx.operands = operands
-    ctx.set_materialize_grads(False)  # avoids zeros as the gradient of positions
-
-
-def _backward_of_maxima(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    if upstream is None:
-        return (None,) * 7
-    needs = list(ctx.needs_input_grad[:2])
-    return *spread(upstream, *ctx.saved_tensors, ctx.operands, needs), *[None] * 5
-
-
-def _keep_picked(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, operands, _ = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.operands = operands
-
-
-def _backward_of_picked(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-    needs = list(ctx.needs_input_grad[1:3])
-    gradients = spread(upstream, *ctx.saved_tensors, ctx.operands, needs)
-    return None, *gradients, *[None] * 4
-
-
-def _keep_spread(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, operands, needs = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.operands, ctx.needs = operands, needs
-
-
-def _backward_of_spread(ctx: Any, to_hidden: Tensor, to_weight: Tensor) -> tuple[Any, ...]:
-    """Differentiate ``spread``, which is linear in ``upstream``, hidden states and weight each.
-
-    ``to_hidden`` and ``to_weight`` are the incoming gradients of its two results.
-    """
-    upstream, place, hidden, weight, source, absent = ctx.saved_tensors
-    common = source, absent, ctx.operands
-    grad_upstream = torch.zeros_like(upstream)
-    grad_hidden = grad_weight = None
-    if ctx.needs[0]:
-        grad_upstream = grad_upstream + picked(place, to_hidden, weight, *common, upstream.dtype)
-        if ctx.needs_input_grad[3]:
-            _, grad_weight = spread(upstream, place, to_hidden, weight, *common, [False, True])
-    if ctx.needs[1]:
-        grad_upstream = grad_upstream + picked(place, hidden, to_weight, *common, upstream.dtype)
-        if ctx.needs_input_grad[2]:
-            grad_hidden, _ = spread(upstream, place, hidden, to_weight, *common, [True, False])
-    return grad_upstream, None, grad_hidden, grad_weight, *[None] * 4
-
-
-maxima.register_autograd(_backward_of_maxima, setup_context=_keep_maxima)
-picked.register_autograd(_backward_of_picked, setup_context=_keep_picked)
-spread.register_autograd(_backward_of_spread, setup_context=_keep_spread)
+def _tile_height(states: Tensor, size: int) -> int:
+    return max(BYTES // (max(states.shape) * size), 1)

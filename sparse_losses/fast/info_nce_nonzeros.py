@@ -6,19 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_losses._core.implementations import Implementation
 from sparse_losses._core.products import as_single
-from sparse_losses.fast.info_nce import Call, compute_info_nce
-from sparse_losses.fast.sparse import NonZeros, non_zeros, product, product_by_columns
+from sparse_losses.fast.info_nce import (
+    info_nce_by,
+    nonzeros_unsupported_reason,
+    prefers_nonzeros,
+)
+from sparse_losses.fast.sparse import NonZeros, non_zeros, product, products_by_columns, read_tile
 
 
 def nonzeros_info_nce(needs: Set[str], **arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return value and gradients of InfoNCE by sparse products; all scores are held at once."""
-    single: Any = {n: as_single(x) if isinstance(x, Tensor) else x for n, x in arguments.items()}
-    return compute_info_nce(needs, Call(**single), NonzeroScores, in_blocks=False)
+    single = {n: as_single(x) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    return info_nce_by(NonzeroScores, False, needs, **single)
 
 
 class NonzeroScores:
-    """``Scores`` from non-zeros; the gradient of a CSR input is restricted to its pattern."""
+    """As ``DenseScores``, from non-zeros; the gradient of a CSR input has its pattern."""
 
     def __init__(
         self,
@@ -30,8 +35,11 @@ class NonzeroScores:
         temperature: float | Tensor,
         cosine: bool,
         hides_nan: Set[str],
+        own_key: bool = False,
     ) -> None:
-        self.needs, self.temperature, self.num_keys = needs, temperature, len(key)
+        self.needs, self.temperature, self.own_key = needs, temperature, own_key
+        self.num_keys = 1 if own_key else len(key)
+        self.gradient_dtype = query.dtype
         self.inputs = {"query": query, "key": key}
         if negative is not None:
             self.inputs["negative"] = negative
@@ -73,17 +81,23 @@ class NonzeroScores:
     def _scores(self, name: str) -> Tensor:
         scores = product(self.rows["query"][0], self.rows[name][0])
         is_nan = self.is_nan["query"][:, None] | self.is_nan[name]
-        return scores.div_(self.temperature).masked_fill_(is_nan, torch.nan)
+        scores = scores.div_(self.temperature).masked_fill_(is_nan, torch.nan)
+        return scores.diagonal()[:, None] if self.own_key and name == "key" else scores
 
     def block(self, rows: slice) -> Tensor:
         """Return all scores."""
         parts = [self._scores(name) for name in self.inputs if name != "query"]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
+    def scaled_(self, gradient: Tensor, rows: slice) -> Tensor:
+        """Return it: the rows are of norm 1."""
+        return gradient
+
     def backward(self, rows: slice, gradient: Tensor) -> None:
         """Store the gradients of the inputs."""
-        parts = gradient.tensor_split([self.num_keys], dim=1)
-        grad_scores = dict(zip(("key", "negative"), parts, strict=True))
+        of_keys, of_negatives = gradient.tensor_split([self.num_keys], dim=1)
+        of_keys = torch.diag(of_keys[:, 0]) if self.own_key else of_keys
+        grad_scores = {"key": of_keys, "negative": of_negatives}
         if not self.needs.isdisjoint(("query", "temperature")):
             terms = [(g, name) for name, g in grad_scores.items() if name in self.inputs]
             along = self._gradient("query", terms)
@@ -98,19 +112,11 @@ class NonzeroScores:
         entries, length = self.rows[name]
         dense = torch.empty_like(tensor) if tensor.layout == torch.strided else None
         at_entries = torch.empty_like(entries.value)
-        first = 0
-        tiles = [product_by_columns(g, self.rows[other][0]) for g, other in terms]
-        for parts in zip(*tiles, strict=True):
-            start, stop, tile = parts[0]
-            for _, _, more in parts[1:]:
-                tile += more
-            last = int(torch.searchsorted(entries.column, stop))
-            here = slice(first, last)
-            at_entries[here] = tile[entries.column[here] - start, entries.row[here]]
-            first = last
+        products = [(g, self.rows[other][0]) for g, other in terms]
+        for start, stop, tile, here in products_by_columns(products, entries):
+            read_tile(at_entries, entries, tile, start, here)
             if dense is not None:
-                if length is not None:
-                    tile /= length
+                tile = tile if length is None else tile.div_(length)
                 dense[:, start:stop] = tile.T.contiguous()
         along = entries.value.new_zeros(entries.shape[0])
         along.index_add_(0, entries.row, entries.value * at_entries)
@@ -135,3 +141,12 @@ class NonzeroScores:
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the gradients of the inputs."""
         return {name: g if name in self.needs else None for name, g in self.grads.items()}
+
+
+NONZEROS = Implementation(
+    "nonzeros",
+    nonzeros_unsupported_reason,
+    prefers_nonzeros,
+    nonzeros_info_nce,
+    purpose="CSR tensors and, on a CPU, many rows of wide inputs with few non-zeros",
+)

@@ -18,9 +18,9 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.products import HALVES
-from sparse_losses._core.softmax import softplus
+from sparse_losses._core.softmax import softmax_and_logsumexp, softplus
 from sparse_losses.distributed import num_ranks, sum_over_ranks
-from sparse_losses.fast.info_nce import most_scores, softmax
+from sparse_losses.fast.info_nce import most_scores
 from sparse_losses.fast.scores import DenseScores
 
 MATRICES = 4  # number of matrices as large as the scores that are held at once
@@ -79,9 +79,9 @@ def direct_nws(
         value, grad_scores = _rows(scores.block(rows), weights, rows, is_absent)
         values.append(value)
         if needs:
-            scores.backward(rows, grad_scores)
-    gradients = scores.gradients()
-    gradients["prototype"] = gradients.pop("key")
+            scores.backward(rows, scores.scaled_(grad_scores, rows))
+    names = {"key": "prototype"}
+    gradients = {names.get(name, name): x for name, x in scores.gradients().items()}
 
     # A NaN that no valid row uses must not reach a gradient.
     none_valid = is_void.all()
@@ -97,7 +97,7 @@ def direct_nws(
     if gather:  # DDP divides gradients by the number of ranks
         divisor = divisor / num_ranks()
     for name, is_hidden in hidden.items():
-        gradient = gradients[name]
+        gradient = gradients.get(name)
         if gradient is not None:
             gradient.div_(divisor).masked_fill_(is_hidden, 0.0)
     return value, gradients
@@ -227,7 +227,7 @@ def _rows(
         along = torch.mul(w, s).sum(1, keepdim=True)
     total_weight = w.sum(1, keepdim=True)
 
-    gradient, log_denominator = softmax(s, 1)
+    gradient, log_denominator = softmax_and_logsumexp(s, 1)
     log_denominator = log_denominator.unsqueeze(1)
     if eps > 0:
         gap = log_denominator - floor

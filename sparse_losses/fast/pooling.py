@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_losses._core.implementations import Arguments
+
 SMALL = 1 << 16  # logits of a text below which the work per text outweighs the work per logit
 LONG = 64  # positions
 
@@ -20,14 +22,15 @@ def nonzeros_pool(
     return pooled, attended.logical_not().all(1, keepdim=True)
 
 
-def prefers_nonzeros(logits: Tensor, attended: Tensor, return_logits: bool) -> bool:
+def prefers_nonzeros(arguments: Arguments) -> bool:
     """Whether the definition is slower: texts are large, and long or with few active entries."""
+    logits, attended = arguments["logits"], arguments["attended"]
     length, vocab_size = logits.shape[1:]
     if length * vocab_size < SMALL:
         return False
     if length >= LONG:  # reading the logits once outweighs the work per active entry
         return True
-    if return_logits:  # which treats all entries as active
+    if arguments["return_logits"]:  # which treats all entries as active
         return False
     texts, columns = max(len(logits) // 4, 1), vocab_size // 64
     sample = torch.where(attended[::texts, :, None], logits[::texts, :, ::columns], -torch.inf)
@@ -42,7 +45,8 @@ class _Pool(torch.autograd.Function):
         ctx: Any, logits: Tensor, attended: Tensor, dtype: torch.dtype, keep_all: bool
     ) -> Tensor:
         batch, _, vocab_size = logits.shape
-        rows, tokens, columns, maxima = [], [], [], []
+        nothing = torch.zeros(0, dtype=torch.int64, device=logits.device)
+        found = [(nothing, nothing, nothing, logits.new_zeros(0))]
         for row in range(batch):
             position = attended[row].nonzero()[:, 0]
             if position.numel() == 0:
@@ -56,19 +60,12 @@ class _Pool(torch.autograd.Function):
             column = (~(highest <= 0) | keep_all).nonzero()[:, 0]
             # `max` returns the first of equal maxima, in half the time of `argmax`.
             place = block.index_select(1, column).max(0).indices
-            tokens.append(position[place])
-            rows.append(torch.full_like(column, row))
-            columns.append(column)
-            maxima.append(highest[column])
-        nothing = torch.zeros(0, dtype=torch.int64, device=logits.device)
-        row_index = torch.cat([nothing, *rows])
-        column_index = torch.cat([nothing, *columns])
-        token_index = torch.cat([nothing, *tokens])
-        ctx.save_for_backward(row_index.int(), token_index.int(), column_index.int())
+            found.append((torch.full_like(column, row), position[place], column, highest[column]))
+        index, token, column, maximum = map(torch.cat, zip(*found, strict=True))
+        ctx.save_for_backward(index.int(), token.int(), column.int())
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
         pooled = logits.new_full((batch, vocab_size), -torch.inf, dtype=dtype)
-        maximum = torch.cat([logits.new_zeros(0), *maxima]).to(dtype)
-        return pooled.index_put_((row_index, column_index), maximum)
+        return pooled.index_put_((index, column), maximum.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:

@@ -1,29 +1,13 @@
 """Scores by matrix products, and their gradients; halves are multiplied as halves."""
 
 from collections.abc import Set
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparse_losses._core.products import HALVES, product
+from sparse_losses._core.products import HALVES, add_product_, product
 from sparse_losses._core.similarity import finite_rows, half_rows, through_unit_rows_, unit_rows
-
-
-class Scores(Protocol):
-    """Scores of queries with keys, then negatives, over the temperature, and their gradients."""
-
-    def block(self, rows: slice) -> Tensor:
-        """Return the scores of some queries ``[c, K + N]``; the caller may overwrite them."""
-        ...
-
-    def backward(self, rows: slice, gradient: Tensor) -> None:
-        """Add the gradient of those scores, before the temperature; may overwrite it."""
-        ...
-
-    def gradients(self) -> dict[str, Tensor | None]:
-        """Return the gradients of ``query``, ``key``, ``negative`` and ``temperature``."""
-        ...
 
 
 class _Rows(NamedTuple):
@@ -48,17 +32,8 @@ class _Rows(NamedTuple):
         return _Rows(self.values / self.norm, None, self.inverse / self.norm)
 
 
-def _as_rows(cosine: bool, *inputs: Tensor) -> list[_Rows]:
-    """Return unit rows if ``cosine``; for halves the scaled rows and their norms."""
-    if not cosine:
-        return [_Rows(x) for x in inputs]
-    if inputs[0].dtype in HALVES:
-        return [_Rows(*rows) for rows in half_rows(*inputs)]
-    return [_Rows(unit, None, inverse) for unit, inverse in map(unit_rows, inputs)]
-
-
 class DenseScores:
-    """``Scores`` by matrix products.
+    """Scores of queries with keys, then negatives, over the temperature, and their gradients.
 
     Args:
         needs: which gradients to compute.
@@ -69,6 +44,7 @@ class DenseScores:
         cosine: whether to normalise the rows.
         hides_nan: inputs whose rows that are not finite are kept out of the products; only their
             scores are NaN. (The caller may overwrite those; 0 * NaN would reach a gradient.)
+        own_key: whether a query has one key, that of its row.
     """
 
     def __init__(
@@ -81,79 +57,96 @@ class DenseScores:
         temperature: float | Tensor,
         cosine: bool,
         hides_nan: Set[str] = frozenset(),
+        own_key: bool = False,
     ) -> None:
-        self.needs, self.temperature, self.num_keys = needs, temperature, len(key)
-        self.grad_query: list[Tensor] = []  # one part per block
-        self.grad_each: list[Tensor] = []
-        self.grad_key: Tensor | None = None
-        self.grad_temperature: Tensor | None = None
+        self.needs, self.temperature, self.own_key = needs, temperature, own_key
+        inputs = {"query": query, "key": key[:, None] if own_key else key}
+        if negative is not None:
+            inputs["negative"] = negative
         self.is_nan: dict[str, Tensor] = {}
-        if "query" in hides_nan:
-            query, self.is_nan["query"] = finite_rows(query)
-        if "key" in hides_nan:
-            key, self.is_nan["key"] = finite_rows(key)
-        if negative is not None and "negative" in hides_nan:
-            negative, self.is_nan["negative"] = finite_rows(negative)
-        self.is_shared = negative is None or negative.ndim == 2
-        self.each: _Rows | None = None  # the negatives of each query
-        if negative is not None and not self.is_shared:
-            (self.each,) = _as_rows(cosine, negative)
-        elif negative is not None:
-            key = torch.cat([key, negative])
-        self.query, self.key = _as_rows(cosine, query, key)
-        self.back_query, self.back_key, self.back_each = self.query, self.key, self.each
+        for name in hides_nan & inputs.keys():
+            inputs[name], self.is_nan[name] = finite_rows(inputs[name])
+        # What is multiplied at once: candidates that all queries share, and those of each query.
+        groups = [
+            [n for n in ("key", "negative") if n in inputs and inputs[n].ndim == d] for d in (2, 3)
+        ]
+        self.groups = [group for group in groups if group]
+        self.groups.sort(key=lambda group: "key" not in group)
+        self.sizes = {name: inputs[name].shape[-2] for name in inputs.keys() - {"query"}}
+        merged = [
+            torch.cat([inputs[n] for n in g], -2) if g[1:] else inputs[g[0]] for g in self.groups
+        ]
+        self.query, *self.candidates = _as_rows(cosine, inputs["query"], *merged)
+        self.back_query, self.back = self.query, self.candidates
         if needs and query.dtype == torch.float16:
-            self.back_query, self.back_key = self.query.single(), self.key.single()
-            self.back_each = None if self.each is None else self.each.single()
+            self.back_query, self.back = self.query.single(), [x.single() for x in self.candidates]
+        dtype, is_one = self.back_query.values.dtype, [x.values.ndim for x in self.back] == [2]
+        is_operand = is_one and self.back_query.norm is None  # it is multiplied as it is
+        # Of the scores.
+        self.gradient_dtype = dtype if is_operand else torch.promote_types(dtype, torch.float32)
+        self.grad_query: list[Tensor] = []  # one part per block
+        self.grad_shared: Tensor | None = None
+        self.grad_each: list[Tensor] = []
+        self.grad_temperature: Tensor | None = None
 
     def block(self, rows: slice) -> Tensor:
-        """Return the scores of some queries."""
-        scores, is_nan = self._products(rows), self.is_nan
-        if "query" in is_nan:
-            scores.masked_fill_(is_nan["query"][rows, None], torch.nan)
-        if "key" in is_nan:
-            scores[:, : self.num_keys].masked_fill_(is_nan["key"], torch.nan)
-        if "negative" in is_nan:
-            of_rows = is_nan["negative"] if self.is_shared else is_nan["negative"][rows]
-            scores[:, self.num_keys :].masked_fill_(of_rows, torch.nan)
+        """Return the scores of some queries ``[c, K + N]``; the caller may overwrite them."""
+        parts = [self._products(self.query.values[rows], x, rows) for x in self.candidates]
+        scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if self.query.norm is not None:
+            scores.div_(self.query.norm[rows] * self.temperature)
+        elif not (isinstance(self.temperature, float) and self.temperature == 1.0):
+            scores.div_(self.temperature)
+        for name, is_nan in self.is_nan.items():
+            if name == "query":
+                scores.masked_fill_(is_nan[rows, None], torch.nan)
+            else:
+                of_rows = is_nan if is_nan.ndim == 1 else is_nan[rows]
+                columns = (
+                    slice(self.sizes["key"]) if name == "key" else slice(self.sizes["key"], None)
+                )
+                scores[:, columns].masked_fill_(of_rows, torch.nan)
         return scores
 
-    def _products(self, rows: slice) -> Tensor:
-        query, keys, t = self.query.values[rows], self.key.values, self.temperature
-        scores = _product(query, keys.T)
-        if self.key.norm is not None:
-            scores.div_(self.key.norm.T)
-        if self.each is not None:
-            more = product(self.each.values[rows], query.unsqueeze(2)).squeeze(2)
-            if self.each.norm is not None:
-                more.div_(self.each.norm[rows].squeeze(2))
-            scores = torch.cat([scores, more], dim=1)
-        elif isinstance(t, float) and t == 1.0 and self.query.norm is None:
-            return scores
-        return scores.div_(t if self.query.norm is None else self.query.norm[rows] * t)
+    @staticmethod
+    def _products(query: Tensor, candidates: _Rows, rows: slice) -> Tensor:
+        values, norm, _ = candidates
+        if values.ndim == 2:
+            scores = product(query, values.T)
+            return scores if norm is None else scores.div_(norm.T)
+        scores = product(values[rows], query.unsqueeze(2)).squeeze(2)
+        return scores if norm is None else scores.div_(norm[rows].squeeze(2))
+
+    def scaled_(self, gradient: Tensor, rows: slice) -> Tensor:
+        """Divide a gradient of scores, or a factor of it ``[c, 1]``, by the queries' norms."""
+        norm = self.back_query.norm
+        return gradient if norm is None else gradient.div_(norm[rows])
 
     def backward(self, rows: slice, gradient: Tensor) -> None:
-        """Add the gradients of the rows as they are multiplied."""
-        query, keys = self.back_query.values[rows], self.back_key.values
-        if self.back_query.norm is not None:
-            gradient.div_(self.back_query.norm[rows])
-        grad_scores = gradient if self.back_each is None else gradient[:, : len(keys)]
-        grad_scores = _as_operand(grad_scores, self.back_key.norm, keys)
-        needs_negative = "negative" in self.needs
-        if "key" in self.needs or (needs_negative and self.is_shared):
-            columns = slice(None) if needs_negative else slice(self.num_keys)
-            self.grad_key = _add_product(self.grad_key, grad_scores[:, columns].T, query)
-        if self.back_each is not None:
-            each, grad_each = self.back_each.values[rows], gradient[:, len(keys) :]
-            if self.back_each.norm is not None:
-                grad_each = grad_each / self.back_each.norm[rows].squeeze(2)
-            if needs_negative:
-                self.grad_each.append(grad_each[:, :, None] * query[:, None])
-        if self.needs.isdisjoint(("query", "temperature")):
+        """Add the gradient, scaled, of some scores before the temperature; may overwrite it."""
+        query = self.back_query.values[rows]
+        needs_query = not self.needs.isdisjoint(("query", "temperature"))
+        terms, start = [], 0
+        for group, (values, norm, _) in zip(self.groups, self.back, strict=True):
+            stop = start + sum(self.sizes[name] for name in group)
+            part = gradient if len(self.groups) == 1 else gradient[:, start:stop]
+            start = stop
+            is_needed = not self.needs.isdisjoint(group)
+            if values.ndim == 2:
+                part = _as_operand(part, None if norm is None else norm.T, values.dtype)
+                if is_needed:  # the negatives come last
+                    width = part.shape[1] if group[-1] in self.needs else self.sizes["key"]
+                    self.grad_shared = add_product_(self.grad_shared, part[:, :width].T, query)
+                terms += [product(part, values)] if needs_query else []
+            else:
+                part = part if norm is None else part / norm[rows].squeeze(2)
+                if is_needed:
+                    self.grad_each.append(part[:, :, None] * query[:, None])
+                part = part.to(values.dtype).unsqueeze(1)
+                terms += [product(part, values[rows]).squeeze(1)] if needs_query else []
+        if not needs_query:
             return
-        grad_query = _product(grad_scores, keys)
-        if self.back_each is not None:
-            grad_query += product(grad_each.to(each.dtype).unsqueeze(1), each).squeeze(1)
+        grad_query = terms[0] if len(terms) == 1 else terms[0].add_(terms[1])
         if "temperature" in self.needs:  # sum of gradient times score, without the scores
             along = (grad_query * query).sum() / self.temperature
             before = self.grad_temperature
@@ -162,40 +155,36 @@ class DenseScores:
             self.grad_query.append(grad_query)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Return the gradients of the inputs."""
-        grad_query, grad_each = _joined(self.grad_query), _joined(self.grad_each)
-        grad_key, grad_negative = self.grad_key, None
-        if grad_query is not None:
-            grad_query = self.back_query.gradient(grad_query)
-        if grad_key is not None:
-            grad_key = self.back_key.gradient(grad_key)
-            grad_key, grad_negative = grad_key.tensor_split([self.num_keys])
-        if grad_each is not None and self.back_each is not None:
-            grad_negative = self.back_each.gradient(grad_each)
-        return {
-            "query": grad_query,
-            "key": grad_key if "key" in self.needs else None,
-            "negative": grad_negative if "negative" in self.needs else None,
-            "temperature": self.grad_temperature,
-        }
+        """Return the gradients of the inputs and of the temperature, by name."""
+        found: dict[str, Tensor | None] = {"temperature": self.grad_temperature}
+        if (total := _joined(self.grad_query)) is not None:
+            found["query"] = self.back_query.gradient(total)
+        for group, rows in zip(self.groups, self.back, strict=True):
+            total = self.grad_shared if rows.values.ndim == 2 else _joined(self.grad_each)
+            if total is not None:
+                gradient, start = rows.gradient(total), 0
+                for name in group if total.shape[-2] > self.sizes[group[0]] else group[:1]:
+                    found[name] = gradient.narrow(-2, start, self.sizes[name])
+                    start += self.sizes[name]
+        if self.own_key and (of_keys := found.get("key")) is not None:
+            found["key"] = of_keys.squeeze(1)
+        return {name: gradient for name, gradient in found.items() if name in self.needs}
 
 
-def _as_operand(gradient: Tensor, norm: Tensor | None, keys: Tensor) -> Tensor:
-    """Return the gradient ``[c, B]`` divided by the keys' norms, in the dtype of the product."""
+def _as_rows(cosine: bool, *inputs: Tensor) -> list[_Rows]:
+    """Return unit rows if ``cosine``; for halves the scaled rows and their norms."""
+    if not cosine:
+        return [_Rows(x) for x in inputs]
+    if inputs[0].dtype in HALVES:
+        return [_Rows(*rows) for rows in half_rows(*inputs)]
+    return [_Rows(unit, None, inverse) for unit, inverse in map(unit_rows, inputs)]
+
+
+def _as_operand(gradient: Tensor, norm: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the gradient ``[c, K]`` divided by the keys' norms, in the dtype of the product."""
     if norm is None:
-        return gradient.to(keys.dtype)
-    return torch.div(gradient, norm.T, out=torch.empty_like(gradient, dtype=keys.dtype))
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    return product(a, b) if a.dtype in HALVES else a @ b
-
-
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Return ``total + a @ b``, in place."""
-    if total is None:
-        return _product(a, b)
-    return total.addmm_(a, b) if b.dtype == total.dtype else total.add_(product(a, b))
+        return gradient.to(dtype)
+    return torch.div(gradient, norm, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def _joined(parts: list[Tensor]) -> Tensor | None:

@@ -1,14 +1,16 @@
-"""Matrix products over non-zeros only."""
+"""Matrix products over non-zeros only: sums of bags on a CPU, tiles of columns elsewhere."""
 
 import functools
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
+
+from sparse_losses._core.entries import entries_of
 
 
 def bounds_of(index: Tensor, size: int) -> Tensor:
@@ -20,7 +22,12 @@ def csr(row: Tensor, column: Tensor, values: Tensor, shape: tuple[int, int]) -> 
     """Return a sparse matrix of entries sorted by row."""
     _silence_the_beta_notice()
     return torch.sparse_csr_tensor(
-        bounds_of(row, shape[0]), column, values, shape, check_invariants=False
+        bounds_of(row, shape[0]),
+        column,
+        values,
+        shape,
+        device=values.device,  # not the default one
+        check_invariants=False,
     )
 
 
@@ -29,7 +36,7 @@ def _silence_the_beta_notice() -> None:
     # PyTorch warns once per process that CSR is in beta; here its use is an implementation detail.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.eye(1).to_sparse_csr()
+        torch.eye(1, device="cpu").to_sparse_csr()
 
 
 def sum_bags(index: Tensor, table: Tensor, bounds: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -62,8 +69,7 @@ class NonZeros(NamedTuple):
 def non_zeros(x: Tensor) -> NonZeros:
     """Return the non-zeros of a dense matrix, or the stored entries of a CSR matrix."""
     if x.layout == torch.sparse_csr:
-        crow, column, value = x.crow_indices(), x.col_indices(), x.values()
-        row = torch.arange(x.shape[0], device=x.device).repeat_interleave(crow.diff())
+        value, row, column = entries_of(x)
     else:
         row, column = x.nonzero(as_tuple=True)
         value = x[row, column]
@@ -87,11 +93,29 @@ def column_tiles(x: NonZeros, width: int) -> Iterator[tuple[int, int, NonZeros]]
         )
 
 
+def sums_bags(x: NonZeros) -> bool:
+    """Whether products are sums over bags of rows, which only a CPU does fast."""
+    return x.value.is_cpu
+
+
+def dense_tile(x: NonZeros, start: int, stop: int) -> Tensor:
+    """Return some columns of the matrix, ``[R, stop - start]``; nothing waits for the device."""
+    rows, width = x.shape[0], stop - start
+    is_inside = (x.column >= start) & (x.column < stop)
+    # What is outside goes to a last place.
+    place = torch.where(is_inside, x.row * width + x.column - start, rows * width)
+    return x.value.new_zeros(rows * width + 1).scatter_(0, place, x.value)[:-1].view(rows, width)
+
+
 def product(a: NonZeros, b: NonZeros) -> Tensor:
     """Return ``a @ b.T`` as a dense matrix."""
     rows, columns = a.shape[0], b.shape[0]
     total = a.value.new_zeros(rows, columns)
-    width = _tile_width(columns)
+    width = _tile_width(a, b)
+    if not sums_bags(a):
+        for start, stop in _bounds(a.shape[1], width):
+            total.addmm_(dense_tile(a, start, stop), dense_tile(b, start, stop).T)
+        return total
     for (start, stop, x), (_, _, y) in zip(
         column_tiles(a, width), column_tiles(b, width), strict=True
     ):
@@ -102,13 +126,50 @@ def product(a: NonZeros, b: NonZeros) -> Tensor:
     return total
 
 
-def product_by_columns(g: Tensor, b: NonZeros) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield start, stop and ``(g @ b).T [T, R]`` of some columns at a time, for a dense ``g``."""
-    table = g.T.contiguous()
-    for start, stop, y in column_tiles(b, _tile_width(g.shape[0])):
-        yield start, stop, sum_bags(y.row, table, bounds_of(y.column, stop - start), y.value)
+def products_by_columns(
+    terms: list[tuple[Tensor, NonZeros]], at: NonZeros
+) -> Iterator[tuple[int, int, Tensor, Tensor | slice]]:
+    """Yield start, stop and the sum of ``(g @ b).T [T, R]`` of some columns at a time.
+
+    The last part tells which of the entries of ``at`` lie in these columns.
+    """
+    width, first = _tile_width(at, *(b for _, b in terms)), 0
+    if not sums_bags(at):
+        for start, stop in _bounds(at.shape[1], width):
+            tile = _total(g @ dense_tile(b, start, stop) for g, b in terms)
+            yield start, stop, tile.T, (at.column >= start) & (at.column < stop)
+        return
+    tables = [g.T.contiguous() for g, _ in terms]
+    for parts in zip(*(column_tiles(b, width) for _, b in terms), strict=True):
+        (start, stop, _), *_ = parts
+        tile = _total(
+            sum_bags(y.row, table, bounds_of(y.column, stop - start), y.value)
+            for table, (_, _, y) in zip(tables, parts, strict=True)
+        )
+        last = int(torch.searchsorted(at.column, stop))
+        yield start, stop, tile, slice(first, last)
+        first = last
 
 
-def _tile_width(rows: int) -> int:
-    # A tile of 4 MB stays in the cache during the sum.
-    return max((1 << 20) // max(rows, 1), 64)
+def read_tile(out: Tensor, at: NonZeros, tile: Tensor, start: int, here: Tensor | slice) -> None:
+    """Write the values of a tile ``[T, R]`` at the entries that lie in it."""
+    if isinstance(here, slice):
+        out[here] = tile[at.column[here] - start, at.row[here]]
+    else:
+        found = tile[(at.column - start).clamp(0, len(tile) - 1), at.row]
+        out.copy_(torch.where(here, found, out))
+
+
+def _total(parts: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, parts)
+
+
+def _bounds(size: int, width: int) -> list[tuple[int, int]]:
+    return [(start, min(start + width, size)) for start in range(0, size, width)]
+
+
+def _tile_width(*matrices: NonZeros) -> int:
+    """Return the columns of a tile: of 4 MB on a CPU, for its cache, of 256 MB elsewhere."""
+    if sums_bags(matrices[0]):
+        return max((1 << 20) // max(matrices[-1].shape[0], 1), 64)
+    return max((1 << 26) // max(x.shape[0] for x in matrices), 64)

@@ -3,11 +3,11 @@
 from torch import Tensor
 
 from sparse_losses._core.checks import check_shapes, check_weights
-from sparse_losses._core.column_mean import Estimator, check_rows, mean_and_square
+from sparse_losses._core.column_mean import Estimator, mean_and_square
 from sparse_losses._core.loss import LossModule, loss
 
 
-@loss(activations="B V", token_weight="V, optional, constant", threshold=">= 0")
+@loss(activations="B V, csr", token_weight="V, optional, constant, >= 0", threshold=">= 0")
 def flops_loss(
     activations: Tensor,
     token_weight: Tensor | None = None,
@@ -38,7 +38,7 @@ def flops_loss(
     mean, and the loss and its gradient can vanish while every row is dense.
 
     Args:
-        activations: ``[B, V]`` floating, >= 0.
+        activations: ``[B, V]`` floating, >= 0; dense or CSR, with a gradient of its pattern.
         token_weight: ``[V]``, ``w``, >= 0; cast to the dtype of the computation.
         estimator: ``"biased"`` (as in the paper) or ``"unbiased"`` (needs ``B >= 2``).
         threshold: rows with at most this number of entries other than 0 count as rows of zeros, so
@@ -69,8 +69,6 @@ def flops_loss(
         Expansion Model for First Stage Ranking. Exploring l0 Sparsification for Inference-free
         Sparse Retrievers (``threshold``).
     """
-    check_weights("token_weight", token_weight)
-    check_rows(estimator, len(activations), gather)
     _, squared_mean = mean_and_square(activations, estimator, gather, threshold)
     return (squared_mean if token_weight is None else token_weight * squared_mean).sum()
 

@@ -3,11 +3,11 @@
 from torch import Tensor
 
 from sparse_losses._core.checks import check_shapes
-from sparse_losses._core.column_mean import Estimator, check_rows, mean_and_square
+from sparse_losses._core.column_mean import Estimator, mean_and_square
 from sparse_losses._core.loss import LossModule, loss
 
 
-@loss(activations="B V", token_penalty="V, constant", beta=">= 0", threshold=">= 0")
+@loss(activations="B V, csr", token_penalty="V, constant", beta=">= 0", threshold=">= 0")
 def idf_flops_loss(
     activations: Tensor,
     token_penalty: Tensor,
@@ -28,7 +28,7 @@ def idf_flops_loss(
     Activations must be >= 0, which is not checked: values of opposite signs cancel in $m_j$.
 
     Args:
-        activations: ``[B, V]`` floating, >= 0.
+        activations: ``[B, V]`` floating, >= 0; dense or CSR, with a gradient of its pattern.
         token_penalty: ``[V]``, ``w``; cast to the dtype of the computation.
         beta: weight of the squared part, >= 0.
         estimator: ``"biased"`` or ``"unbiased"`` (needs ``B >= 2``).
@@ -57,7 +57,6 @@ def idf_flops_loss(
         Minimizing FLOPs to Learn Efficient Sparse Representations. The weighting comes from the
         notes of a Korean neural sparse retriever (its versions V25 and V26).
     """
-    check_rows(estimator, activations.shape[0], gather)
     mean, squared_mean = mean_and_square(activations, estimator, gather, threshold)
     if beta == 0:  # 0 times the square of a large mean, which is infinite, is NaN
         return (token_penalty * mean.abs()).sum()

@@ -1,34 +1,27 @@
 """InfoNCE: classify the positive among the candidates (Contrastive Predictive Coding, 2018)."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.implementations import Arguments, Implementation, always, compute
+from sparse_losses._core.candidates import Call, Direction, directions, number_of
+from sparse_losses._core.implementations import compute
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.products import as_single
+from sparse_losses._core.products import as_dense
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import finite_rows, normalize
 from sparse_losses._core.softmax import (
     contrastive_rows,
     diagonal,
     false_negative_limit,
+    largest_positive,
     one_positive_rows,
 )
-from sparse_losses.distributed import gather_rows, num_ranks, rank
-from sparse_losses.fast.info_nce import (
-    blockwise_info_nce,
-    dense_unsupported_reason,
-    direct_info_nce,
-    exceeds_a_block,
-    nonzeros_unsupported_reason,
-    number_of,
-    prefers_nonzeros,
-    reverse,
-)
-from sparse_losses.fast.info_nce_nonzeros import nonzeros_info_nce
+from sparse_losses.distributed import gather_rows, rank
+from sparse_losses.fast.info_nce import DENSE
+from sparse_losses.fast.info_nce_nonzeros import NONZEROS
 
 Similarity = Literal["cosine", "dot"]
 NegativesFrom = tuple[Literal["document", "query", "positive"], ...]
@@ -92,8 +85,8 @@ def info_nce_loss(
         in_batch: whether the other rows' positives are candidates.
         negatives_from: ``"document"`` stands for the other rows' positives, ``"query"`` adds the
             other anchors, ``"positive"`` adds the other positives, by their similarity to the row's
-            own positive. If the positive of row ``j`` is left out of row ``i``, or is a positive of
-            row ``i``, then row ``i`` also leaves out what these two add of row ``j``.
+            own positive. Where another row's positive is no negative of a row, what these two add
+            of that other row is none either.
         positive_ids: ``[B]`` integers that identify the positives. Another row's positive with the
             id of the row's own is a duplicate and is left out of the row's denominator.
         positive_mask: ``[B, B]`` bool, int or float 0/1; entry ``[i, j]`` marks positive ``j`` as a
@@ -147,7 +140,7 @@ def info_nce_loss(
         models with effective hard-negative mining (``false_negative_ratio``). Towards General Text
         Embeddings with Multi-stage Contrastive Learning, eq. 4 (``negatives_from``).
     """
-    arguments = {
+    arguments: dict[str, Any] = {
         "anchor": anchor,
         "positive": positive,
         "negative": negative,
@@ -165,169 +158,131 @@ def info_nce_loss(
         "gather": gather,
         "reduction": reduction,
     }
-    _check(arguments)
+    _check(Call(**arguments))
     return compute(_definition, IMPLEMENTATIONS, impl, arguments)
 
 
-def _definition(
-    anchor: Tensor,
-    positive: Tensor,
-    negative: Tensor | None,
-    temperature: float | Tensor,
-    *,
-    similarity: str,
-    symmetric: bool,
-    in_batch: bool,
-    negatives_from: tuple[str, ...],
-    positive_ids: Tensor | None,
-    positive_mask: Tensor | None,
-    candidate_mask: Tensor | None,
-    false_negative_margin: float | None,
-    false_negative_ratio: float | None,
-    decoupled: bool,
-    gather: bool,
-    reduction: Reduction,
-) -> Tensor:
+def _definition(**arguments: Any) -> Tensor:
     """The formula, operation by operation.
 
     With ``gather`` the queries are this rank's rows, the keys are the rows of all ranks.
     """
-    first = rank() * len(anchor) if gather and in_batch else 0  # the key of the first query
-    num_keys = len(anchor) * (num_ranks() if gather else 1) if in_batch else 1
-    same_id = None
-    if positive_ids is not None and in_batch:
-        same_id = positive_ids[:, None] == gather_rows(positive_ids, gather)
-    pairs, rest = None, None  # which keys and which negatives are candidates
-    if candidate_mask is not None:
-        pairs, rest = candidate_mask.tensor_split([num_keys], dim=1)
-    is_own = positive_mask
-    if is_own is None or len(negatives_from) > 1:
-        is_own = _own_keys(anchor, first, num_keys, in_batch)
-    is_positive = is_own if positive_mask is None else positive_mask
-    masks = [_masks(is_positive, same_id, pairs)]
-    if symmetric:
-        if positive_mask is not None:
-            is_positive = reverse(positive_mask, gather)
-        if pairs is not None and in_batch:
-            pairs = reverse(pairs, gather)
-        masks.append(_masks(is_positive, same_id, pairs))
-    has_rest, valid = number_of(negative) > 0, None
-    is_full = has_rest or (same_id is None and num_keys > 1)
-    if positive_mask is not None or candidate_mask is not None or (decoupled and not is_full):
-        valid = _valid_rows(masks, has_rest if rest is None else rest.any(-1), decoupled)
-
-    sides = ["positive", *(["anchor"] if symmetric or "query" in negatives_from else [])]
-    inputs = {"anchor": anchor, "positive": positive, "negative": negative}
-    hides_nan = []
-    if same_id is not None or valid is not None:
-        hides_nan = [*sides, *(["negative"] if candidate_mask is not None else [])]
-    rows, keys = _vectors(inputs, sides, similarity, hides_nan, valid, in_batch, gather)
+    call = Call(**arguments)
+    both, own = directions(call), _own_keys(call)
+    masks = [_positives_and_excluded(direction, own) for direction in both]
+    valid = _valid_rows(call, masks)
+    rows, keys = _vectors(call, valid)
     sources = {"query": "anchor", "positive": "positive"}
-    blocks = [_products(rows[x], keys[x]) for name, x in sources.items() if name in negatives_from]
+    more = [_products(rows[x], keys[x]) for s, x in sources.items() if s in call.negatives_from]
 
-    has_bound = false_negative_margin is not None or false_negative_ratio is not None
     values: list[Tensor] = []
-    of_keys = anchor
-    for number, (is_positive, absent) in enumerate(masks):
-        query, key = ("positive", "anchor") if number else ("anchor", "positive")
-        is_shared = number == 1 and in_batch and not (gather and num_ranks() > 1)
-        of_keys = of_keys.T if is_shared else _products(rows[query], keys[key])
-        columns = [(of_keys, absent), *((block, absent | is_own) for block in blocks)]
-        if has_bound:
-            bounds = false_negative_margin, false_negative_ratio
-            columns = _without_false_negatives(columns, is_positive, *bounds)
-        if negative is not None:
-            others = _products(rows[query], keys["negative"])
-            left_out = torch.zeros_like(others, dtype=torch.bool) if rest is None else ~rest
-            columns.append((others, left_out))
-        scores, absent = columns[0] if len(columns) == 1 else _joined(columns)
+    of_keys = call.anchor
+    for direction, (is_positive, excluded) in zip(both, masks, strict=True):
+        if values and call.in_batch and call.ranks() == 1:
+            of_keys = of_keys.T
+        else:
+            of_keys = _products(rows[direction.query], keys[direction.key])
+        parts = [(of_keys, excluded), *((scores, excluded | own) for scores in more)]
+        if call.bounds() != (None, None):
+            limit = false_negative_limit(largest_positive(of_keys, is_positive), *call.bounds())
+            parts = [(x, mask | (x.detach() > limit[:, None])) for x, mask in parts]
+        if call.negative is not None:
+            scores = _products(rows[direction.query], keys["negative"])
+            left_out = direction.left_out_negatives(slice(None))
+            none = torch.zeros_like(scores, dtype=torch.bool)
+            parts.append((scores, none if left_out is None else left_out))
+        scores, absent = parts[0]
+        if len(parts) > 1:
+            scores, absent = (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
         if valid is not None:
             scores = scores.masked_fill(~valid[:, None], 0.0)
-        if decoupled and has_bound:  # which may have left a row without a negative
+        if call.decoupled and call.bounds() != (None, None):  # a row may have lost its negatives
             has_negative = ~absent.all(-1)
             valid = has_negative if valid is None else valid & has_negative
-        scores = scores / temperature
-        own = diagonal(scores, first) if in_batch else scores[:, 0]
-        positives = None if positive_mask is None else is_positive
-        values.append(_row_values(scores, own, positives, absent, decoupled))
-    mean = (values[0] + values[1]) / 2 if symmetric else values[0]
-    return reduce(mean, reduction, valid, gather)
+        scores = scores / call.temperature
+        if call.positive_mask is None:
+            own_scores = (
+                scores[:, 0] if direction.first is None else diagonal(scores, direction.first)
+            )
+            values.append(one_positive_rows(scores, own_scores, absent, decoupled=call.decoupled))
+        else:
+            is_positive = nnf.pad(is_positive, (0, scores.shape[1] - is_positive.shape[1]))
+            values.append(contrastive_rows(scores, is_positive, absent, decoupled=call.decoupled))
+    mean = (values[0] + values[1]) / 2 if call.symmetric else values[0]
+    return reduce(mean, call.reduction, valid, call.gather)
 
 
-def _row_values(
-    scores: Tensor, own: Tensor, is_positive: Tensor | None, absent: Tensor, decoupled: bool
-) -> Tensor:
-    """Return the loss of each row: of its own positive, or of several among the first columns."""
-    if is_positive is None:
-        return one_positive_rows(scores, own, absent, decoupled=decoupled)
-    if more := scores.shape[1] - is_positive.shape[1]:
-        is_positive = nnf.pad(is_positive, (0, more))
-    return contrastive_rows(scores, is_positive, absent, decoupled=decoupled)
-
-
-def _own_keys(anchor: Tensor, first: int, num_keys: int, in_batch: bool) -> Tensor:
+def _own_keys(call: Call) -> Tensor:
     """Mask ``[B, K]`` of each row's own positive."""
-    own = torch.arange(first, first + len(anchor), device=anchor.device)[:, None]
-    return own == (torch.arange(num_keys, device=anchor.device) if in_batch else own)
+    if not call.in_batch:
+        return torch.ones(len(call.anchor), 1, dtype=torch.bool, device=call.anchor.device)
+    first = rank() * len(call.anchor) if call.gather else 0
+    own = torch.arange(first, first + len(call.anchor), device=call.anchor.device)
+    return own[:, None] == torch.arange(call.num_keys(), device=call.anchor.device)
 
 
-def _masks(
-    is_positive: Tensor, same_id: Tensor | None, candidate: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return two masks ``[B, K]``: each row's positives, and what is none of its negatives."""
-    absent = is_positive if same_id is None else is_positive | same_id
-    if candidate is None:
-        return is_positive, absent
-    return is_positive & candidate, absent | ~candidate
+def _positives_and_excluded(direction: Direction, own: Tensor) -> tuple[Tensor, Tensor]:
+    """Masks ``[B, K]`` of the positives and, these included, of what is no negative."""
+    is_positive = own if direction.positives is None else direction.positives
+    excluded = direction.excluded_keys(slice(0, len(own)))
+    left_out = direction.left_out_keys(slice(None))
+    return (
+        is_positive if left_out is None else is_positive & ~left_out,
+        is_positive if excluded is None else is_positive | excluded,
+    )
 
 
-def _valid_rows(
-    masks: list[tuple[Tensor, Tensor]], has_negative: Tensor | bool, decoupled: bool
-) -> Tensor:
-    """Mask of rows with a positive, and if ``decoupled`` a negative, in every direction."""
+def _valid_rows(call: Call, masks: list[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """Mask of rows with a positive, and if decoupled a negative, in every direction, or ``None``.
+
+    False negatives do not count yet.
+    """
+    has_rest, mask = number_of(call.negative) > 0, call.candidate_mask
+    may_lack = call.decoupled and not has_rest
+    may_lack = may_lack and (call.positive_ids is not None or call.num_keys() == 1)
+    if call.positive_mask is None and mask is None and not may_lack:
+        return None
     has_terms = [is_positive.any(-1) for is_positive, _ in masks]
-    if decoupled and has_negative is not True:
-        has_terms += [~absent.all(-1) | has_negative for _, absent in masks]
+    if call.decoupled and (mask is not None or not has_rest):
+        negatives = False if mask is None else mask[:, call.num_keys() :].any(-1)
+        has_terms += [~excluded.all(-1) | negatives for _, excluded in masks]
     return torch.stack(has_terms).all(0)
 
 
 Vectors = tuple[Tensor, Tensor | None]  # and which of them stand for vectors that are not finite
 
 
-def _vectors(
-    inputs: dict[str, Tensor | None],
-    sides: list[str],
-    similarity: str,
-    hides_nan: list[str],
-    valid: Tensor | None,
-    in_batch: bool,
-    gather: bool,
-) -> tuple[dict[str, Vectors], dict[str, Vectors]]:
-    """Return what is multiplied: this rank's rows, and as keys these ``sides`` and the negatives.
+def _vectors(call: Call, valid: Tensor | None) -> tuple[dict[str, Vectors], dict[str, Vectors]]:
+    """Return what is multiplied: this rank's rows, and as keys the sides and the negatives.
 
     What is left out may be NaN, which must not reach a gradient: it is replaced by 0.
     """
+    sides = ["positive"]
+    if call.symmetric or "query" in call.negatives_from:
+        sides.append("anchor")
+    has_ids = call.positive_ids is not None and call.in_batch
+    hides_nan = sides if has_ids or valid is not None else []
 
     def vectors(name: str, x: Tensor) -> Vectors:
         is_nan = None
-        if name in hides_nan or (valid is not None and name == "negative" and x.ndim == 2):
+        is_hidden = valid is not None and (x.ndim == 2 or call.candidate_mask is not None)
+        if name in hides_nan or (name == "negative" and is_hidden):
             x, is_nan = finite_rows(x)
         elif valid is not None:  # only its own row is concerned
             x = x.masked_fill(~valid.reshape(-1, *[1] * (x.ndim - 1)), 0.0)
-        return normalize(x) if similarity == "cosine" else x, is_nan
+        return normalize(x) if call.similarity == "cosine" else x, is_nan
 
-    dense = {name: _dense(x) for name, x in inputs.items() if x is not None}
-    negative = dense.pop("negative", None)
+    dense = {name: as_dense(getattr(call, name)) for name in ("anchor", "positive")}
     rows = {name: vectors(name, x) for name, x in dense.items()}
     keys = rows
-    if not in_batch:  # each row's own key
+    if not call.in_batch:  # each row's own key
         keys = {name: (x[:, None], n if n is None else n[:, None]) for name, (x, n) in rows.items()}
-    elif gather and num_ranks() > 1:
+    elif call.ranks() > 1:
         keys = {name: vectors(name, gather_rows(dense[name])) for name in sides}
-    if negative is not None:
-        is_shared = negative.ndim == 2
-        all_rows = gather_rows(negative, gather and is_shared)
-        keys = {**keys, "negative": vectors("negative", all_rows)}
+    if call.negative is not None:
+        negative = as_dense(call.negative)
+        negative = gather_rows(negative, call.gather and negative.ndim == 2)
+        keys = {**keys, "negative": vectors("negative", negative)}
     return rows, keys
 
 
@@ -345,75 +300,40 @@ def _products(query: Vectors, key: Vectors) -> Tensor:
     return scores
 
 
-def _without_false_negatives(
-    columns: list[tuple[Tensor, Tensor]],
-    is_positive: Tensor,
-    margin: float | None,
-    ratio: float | None,
-) -> list[tuple[Tensor, Tensor]]:
-    """Add false negatives to the masks of what is no negative; the keys are the first columns."""
-    largest = _largest_positive(columns[0][0], is_positive)
-    limit = false_negative_limit(largest, margin, ratio)[:, None]
-    return [(scores, absent | (scores.detach() > limit)) for scores, absent in columns]
-
-
-def _largest_positive(scores: Tensor, is_positive: Tensor) -> Tensor:
-    """Return each row's largest score of a positive ``[B]``, infinity without one."""
-    if scores.shape[1] == 0:
-        return scores.sum(1)
-    largest = scores.detach().masked_fill(~is_positive, -torch.inf).amax(1)
-    return torch.where(is_positive.any(1), largest, torch.inf)
-
-
-def _joined(columns: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    scores, absent = zip(*columns, strict=True)
-    return torch.cat(scores, dim=1), torch.cat(absent, dim=1)
-
-
-def _dense(x: Tensor) -> Tensor:
-    return as_single(x if x.layout == torch.strided else x.to_dense())
-
-
-def _check(arguments: Arguments) -> None:
+def _check(call: Call) -> None:
     """Raise for options that do not go together, and masks that do not fit the candidates."""
-    batch, negative = len(arguments["anchor"]), arguments["negative"]
-    if not arguments["in_batch"]:
-        if arguments["positive_mask"] is not None:
+    if not call.in_batch:
+        if call.positive_mask is not None:
             raise ValueError(
                 "expected `positive_mask` only with `in_batch=True`, got in_batch=False"
             )
-        if set(arguments["negatives_from"]) != {"document"}:
+        if set(call.negatives_from) != {"document"}:
             raise ValueError(
                 'expected `negatives_from` to be ("document",) with in_batch=False, '
-                f"got {arguments['negatives_from']!r}"
+                f"got {call.negatives_from!r}"
             )
-        if number_of(negative) == 0:
+        if number_of(call.negative) == 0:
             raise ValueError("expected `negative` with in_batch=False, got no other candidates")
-    ranks = num_ranks() if arguments["gather"] else 1
-    num_keys = ranks * batch if arguments["in_batch"] else 1
-    columns = ("B" if ranks == 1 else f"{ranks} B") if arguments["in_batch"] else "1"
-    is_shared = negative is not None and negative.ndim == 2
-    num_negatives = number_of(negative) * (ranks if is_shared else 1)
-    both = f"{columns} + {ranks} N" if is_shared and ranks > 1 else f"{columns} + N"
+    ranks, num_keys = call.ranks(), call.num_keys()
+    factor = f"{ranks} " if ranks > 1 else ""
+    columns = f"{factor}B" if call.in_batch else "1"
+    is_shared = call.negative is not None and call.negative.ndim == 2
+    num_negatives = number_of(call.negative) * (ranks if is_shared else 1)
+    both = f"{columns} + {factor if is_shared else ''}N" if num_negatives else columns
     for name, shape, width in (
         ("positive_mask", columns, num_keys),
-        ("candidate_mask", both if num_negatives else columns, num_keys + num_negatives),
+        ("candidate_mask", both, num_keys + num_negatives),
     ):
-        mask = arguments[name]
+        mask = getattr(call, name)
         if mask is not None and mask.shape[1] != width:
             where = f" with gather=True on {ranks} ranks" if ranks > 1 else ""
             raise ValueError(
-                f"expected `{name}` of shape [B, {shape}] = [{batch}, {width}]{where}, "
+                f"expected `{name}` of shape [B, {shape}] = [{len(call.anchor)}, {width}]{where}, "
                 f"got {list(mask.shape)}"
             )
 
 
-# In order of preference.
-IMPLEMENTATIONS = (
-    Implementation("nonzeros", nonzeros_unsupported_reason, prefers_nonzeros, nonzeros_info_nce),
-    Implementation("blocks", dense_unsupported_reason, exceeds_a_block, blockwise_info_nce),
-    Implementation("direct", dense_unsupported_reason, always, direct_info_nce),
-)
+IMPLEMENTATIONS = (NONZEROS, *DENSE)  # in order of preference
 
 
 class InfoNCELoss(LossModule):
@@ -489,73 +409,18 @@ class InfoNCELoss(LossModule):
         )
 
 
-@loss(scores="B C, detached", positive_mask="B C, mask, optional", margin="finite", ratio=">= 0")
-def false_negative_mask(
-    scores: Tensor,
-    positive_mask: Tensor | None = None,
-    *,
-    margin: float | None = None,
-    ratio: float | None = None,
-) -> Tensor:
-    r"""Mask that leaves out candidates that score too high to be negatives.
-
-    Candidate $c$ of row $i$ is left out if $s_{ic} > s_i + m$ or, where $s_i > 0$, if
-    $s_{ic} > \rho s_i$, with the largest score $s_i$ of the row's positives, the margin $m$ and the
-    ratio $\rho$. With both, it is left out if it is above either. A candidate at the bound, a
-    positive and a NaN stay.
-
-    The scores may be those of a guide, a second model, as in GIST. ``info_nce_loss`` itself applies
-    margin and ratio to its own scores.
-
-    Args:
-        scores: ``[B, C]`` floating, of any model; detached.
-        positive_mask: ``[B, C]`` bool, int or float 0/1; by default the diagonal of square scores.
-            A row without a positive keeps all candidates.
-        margin: ``m``, finite, in units of the scores.
-        ratio: ``rho``, >= 0.
-
-    Returns:
-        ``[B, C]`` bool, False for candidates that are left out: a ``candidate_mask`` for a loss.
-
-    Raises:
-        ValueError: for wrong shapes or bounds, without any bound, or without ``positive_mask`` if
-            the scores are not square.
-        TypeError: for wrong dtypes.
-
-    Examples:
-        >>> import torch
-        >>> from sparse_losses.functional import false_negative_mask
-        >>> guide = torch.tensor([[0.8, 0.95, 0.1], [0.2, 0.9, 0.7], [0.0, 0.6, 0.5]])
-        >>> false_negative_mask(guide, margin=0.1)
-        tensor([[ True, False,  True],
-                [ True,  True,  True],
-                [ True,  True,  True]])
-
-    References:
-        GISTEmbed: Guided In-sample Selection of Training Negatives. NV-Retriever: Improving text
-        embedding models with effective hard-negative mining (``ratio``). Qwen3 Embedding
-        (``margin``).
-    """
-    if margin is None and ratio is None:
-        raise ValueError("expected `margin` or `ratio`, got neither")
-    rows, columns = scores.shape
-    if positive_mask is None:
-        if rows != columns:
-            raise ValueError(
-                "expected `positive_mask` unless `scores` are square, "
-                f"got `scores` of shape {list(scores.shape)}"
-            )
-        positive_mask = torch.eye(rows, dtype=torch.bool, device=scores.device)
-    limit = false_negative_limit(_largest_positive(scores, positive_mask), margin, ratio)
-    return ~(scores > limit[:, None]) | positive_mask
-
-
-@loss(scores="B C", positive_mask="B C, mask", candidate_mask="B C, mask, optional")
+@loss(
+    scores="B C",
+    positive_mask="B C, mask",
+    candidate_mask="B C, mask, optional",
+    temperature="> 0, learnable",
+)
 def info_nce_from_scores(
     scores: Tensor,
     positive_mask: Tensor,
-    candidate_mask: Tensor | None = None,
     *,
+    candidate_mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     decoupled: bool = False,
     gather: bool = False,
     reduction: Reduction = "mean",
@@ -563,17 +428,18 @@ def info_nce_from_scores(
     r"""InfoNCE of precomputed scores, from any model.
 
     $$\ell_i = \frac{1}{|P_i|} \sum_{p \in P_i}
-    -\log \frac{\exp(s_{ip})}{\sum_{c \in C_i} \exp(s_{ic})}$$
+    -\log \frac{\exp(s_{ip} / t)}{\sum_{c \in C_i} \exp(s_{ic} / t)}$$
 
-    $s_{ic}$ is the score of candidate $c$ for row $i$, divided by the temperature: from late
-    interaction, a cross-encoder, or products of vectors computed elsewhere. $C_i$ are the row's
-    candidates, $P_i \subseteq C_i$ its positives. ``info_nce_loss`` applies the same formula to
-    its similarities.
+    $s_{ic}$ is the score of candidate $c$ for row $i$, from late interaction, a cross-encoder, or
+    products of vectors computed elsewhere, $t$ the temperature. $C_i$ are the row's candidates,
+    $P_i \subseteq C_i$ its positives. ``info_nce_loss`` applies the same formula to its
+    similarities.
 
     Args:
         scores: ``[B, C]`` floating.
         positive_mask: ``[B, C]`` bool, int or float 0/1.
         candidate_mask: ``[B, C]`` bool, int or float 0/1; by default every column is a candidate.
+        temperature: ``t``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
         decoupled: whether to leave the positives out of the denominator.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
             same number of rows (see ``sparse_losses.distributed``); no scores are exchanged.
@@ -602,6 +468,10 @@ def info_nce_from_scores(
     if candidate_mask is not None:
         is_positive, absent = is_positive & candidate_mask, absent | ~candidate_mask
     valid = is_positive.any(-1)
+    if isinstance(temperature, Tensor):  # its gradient multiplies by the scores: 0 * NaN is NaN
+        is_there = is_positive | ~absent
+        scores = torch.where(is_there & valid[:, None], scores, 0.0)
+    scores = scores / temperature
     if decoupled:
         valid = valid & ~absent.all(-1)
         scores = torch.where(valid[:, None], scores, 0.0)  # or 0 * NaN would reach the gradient
@@ -621,21 +491,32 @@ class InfoNCEFromScoresLoss(LossModule):
         tensor(1.3863)
     """
 
+    temperature: float | Tensor
+
     def __init__(
-        self, *, decoupled: bool = False, gather: bool = False, reduction: Reduction = "mean"
+        self,
+        *,
+        temperature: float | Tensor = 1.0,
+        decoupled: bool = False,
+        gather: bool = False,
+        reduction: Reduction = "mean",
     ) -> None:
         super().__init__(
-            info_nce_from_scores, decoupled=decoupled, gather=gather, reduction=reduction
+            info_nce_from_scores,
+            temperature=temperature,
+            decoupled=decoupled,
+            gather=gather,
+            reduction=reduction,
         )
 
     def forward(
         self,
         scores: Tensor,
         positive_mask: Tensor,
-        candidate_mask: Tensor | None = None,
         *,
+        candidate_mask: Tensor | None = None,
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather)
-        return info_nce_from_scores(scores, positive_mask, candidate_mask, **options)
+        return info_nce_from_scores(scores, positive_mask, candidate_mask=candidate_mask, **options)

@@ -1,13 +1,15 @@
 """Language penalty: a cost on activating tokens of unwanted languages."""
 
+import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_shapes
+from sparse_losses._core.entries import entries_of
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 
 
-@loss(activations="B V", token_penalty="V, constant")
+@loss(activations="B V, csr", token_penalty="V, constant")
 def language_penalty_loss(
     activations: Tensor,
     token_penalty: Tensor,
@@ -23,7 +25,7 @@ def language_penalty_loss(
     tokens of the wanted languages (see ``language_penalty``).
 
     Args:
-        activations: ``[B, V]`` floating.
+        activations: ``[B, V]`` floating; dense or CSR, with a gradient of its pattern.
         token_penalty: ``[V]``, ``p``; cast to the dtype of the computation.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
             same number of rows (see ``sparse_losses.distributed``).
@@ -45,7 +47,13 @@ def language_penalty_loss(
     References:
         From the notes of a Korean neural sparse retriever (its version V28a).
     """
-    return reduce(activations @ token_penalty, reduction, gather=gather)
+    if activations.layout == torch.sparse_csr:
+        entries = entries_of(activations)
+        cost = entries.value * token_penalty[entries.column]
+        values = entries.sum_rows(len(activations), cost)
+    else:
+        values = activations @ token_penalty
+    return reduce(values, reduction, gather=gather)
 
 
 class LanguagePenaltyLoss(LossModule):

@@ -7,6 +7,7 @@ from torch import Tensor
 from sparse_losses._core.checks import values_can_be_checked
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
+from sparse_losses.distributed import sum_over_ranks
 
 
 @loss(
@@ -21,8 +22,8 @@ def margin_mse_loss(
     student_negative: Tensor,
     teacher_positive: Tensor,
     teacher_negative: Tensor,
-    candidate_mask: Tensor | None = None,
     *,
+    candidate_mask: Tensor | None = None,
     gather: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:
@@ -77,15 +78,25 @@ def margin_mse_loss(
         student_positive, teacher_positive = student_positive[:, None], teacher_positive[:, None]
     student_margin = student_positive - student_negative
     teacher_margin = teacher_positive - teacher_negative
-    checkable = values_can_be_checked(student_margin) and values_can_be_checked(teacher_margin)
-    if checkable and candidate_mask is None and reduction == "mean" and not gather:
+    is_free = values_can_be_checked(student_margin) and values_can_be_checked(teacher_margin)
+    if is_free and candidate_mask is None and reduction == "mean" and not gather:
         mean = nnf.mse_loss(student_margin, teacher_margin)
         if mean.item() < torch.inf:  # then every candidate exists
             return mean
-    is_there = (teacher_positive != -torch.inf) & (teacher_negative != -torch.inf)
+    # A NaN of one side does not make up for the -inf of the other.
+    absent = torch.fmin(teacher_positive, teacher_negative) == -torch.inf
     if candidate_mask is not None:
-        is_there = is_there & candidate_mask
-    values = torch.where(is_there, student_margin - teacher_margin, 0.0).square()
+        absent = absent | ~candidate_mask
+    student_margin = student_margin.masked_fill(absent, 0.0)
+    teacher_margin = teacher_margin.masked_fill(absent, 0.0)
+    if reduction == "mean" and not has_list:
+        total = nnf.mse_loss(student_margin, teacher_margin, reduction="sum")
+        count = (~absent).sum()
+        if gather:
+            total, count = sum_over_ranks(total), sum_over_ranks(count)
+        return total / count.clamp(min=1)
+    values = nnf.mse_loss(student_margin, teacher_margin, reduction="none")
+    is_there = ~absent
     if has_list:
         values = values.sum(1) / is_there.sum(1).clamp(min=1)
         is_there = is_there.any(1)
@@ -112,8 +123,8 @@ class MarginMSELoss(LossModule):
         student_negative: Tensor,
         teacher_positive: Tensor,
         teacher_negative: Tensor,
-        candidate_mask: Tensor | None = None,
         *,
+        candidate_mask: Tensor | None = None,
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
@@ -122,6 +133,6 @@ class MarginMSELoss(LossModule):
             student_negative,
             teacher_positive,
             teacher_negative,
-            candidate_mask,
+            candidate_mask=candidate_mask,
             **self.hyperparameters(gather=gather),
         )

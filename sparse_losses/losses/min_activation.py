@@ -4,12 +4,16 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from sparse_losses._core.entries import largest_of_rows
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 
 
 @loss(
-    activations="B V", token_counts="B, integer, optional", top_k="integer >= 1", threshold="finite"
+    activations="B V, csr, entries >= 0",
+    token_counts="B, integer, optional",
+    top_k="integer >= 1",
+    threshold="finite",
 )
 def min_activation_loss(
     activations: Tensor,
@@ -32,7 +36,8 @@ def min_activation_loss(
     scale). The same vector for every text satisfies it, so it does not prevent collapse.
 
     Args:
-        activations: ``[B, V]`` floating; activations or signed pooled logits.
+        activations: ``[B, V]`` floating; activations or signed pooled logits. A CSR tensor has
+            entries >= 0, and a gradient of its pattern.
         token_counts: ``[B]`` integers; limits $k_i$, so that a query of three tokens need not
             activate five. A row with count 0 is not valid.
         top_k: ``k``, the number of activations averaged, 1 to ``V``.
@@ -60,7 +65,10 @@ def min_activation_loss(
     """
     if top_k > activations.shape[1]:
         raise ValueError(f"expected `top_k` of at most V = {activations.shape[1]}, got {top_k}")
-    largest = activations.gather(1, activations.detach().topk(top_k).indices)
+    if activations.layout == torch.sparse_csr:
+        largest = largest_of_rows(activations, top_k)
+    else:
+        largest = activations.gather(1, activations.detach().topk(top_k).indices)
     if token_counts is None:
         mean, valid = largest.mean(-1), None
     else:

@@ -1,15 +1,26 @@
 """N-pair loss: one positive against N negatives on raw dot products (N-pair Loss, 2016)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from sparse_losses._core.candidates import Call
+from sparse_losses._core.implementations import compute
 from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.products import as_dense
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import diagonal, one_positive_rows
 from sparse_losses.distributed import gather_rows, rank
+from sparse_losses.fast.info_nce import DENSE
+from sparse_losses.fast.info_nce_nonzeros import NONZEROS
 
 
-@loss(anchor="B D", positive="B D", negative="N D or B N D, optional")
+@loss(
+    anchor="B D, csr, halves",
+    positive="B D, csr, halves",
+    negative="N D or B N D, optional, csr, halves",
+)
 def n_pair_loss(
     anchor: Tensor,
     positive: Tensor,
@@ -26,7 +37,8 @@ def n_pair_loss(
     else the other rows' positives. Equals InfoNCE on dot products at temperature 1.
 
     Args:
-        anchor: ``[B, D]`` floating.
+        anchor: ``[B, D]`` floating. All but negatives per row may be CSR tensors; the gradient of
+            one has its pattern.
         positive: ``[B, D]``.
         negative: ``[N, D]``, shared by all rows, or ``[B, N, D]``, ``N`` for each row.
         gather: whether all ranks' positives and shared negatives are used, and ``"mean"`` and
@@ -50,21 +62,32 @@ def n_pair_loss(
     References:
         Improved Deep Metric Learning with Multi-class N-pair Loss Objective.
     """
-    if negative is None:
-        scores = anchor @ gather_rows(positive, gather).T
-        first = rank() * len(anchor) if gather else 0  # the column of the first row's positive
+    # The arguments of InfoNCE at temperature 1.
+    arguments = Call(anchor, positive, negative)._asdict()
+    arguments |= {"in_batch": negative is None, "gather": gather, "reduction": reduction}
+    return compute(_definition, (NONZEROS, *DENSE), "auto", arguments)
+
+
+def _definition(**arguments: Any) -> Tensor:
+    """The formula, operation by operation."""
+    call = Call(**arguments)
+    anchor, positive = as_dense(call.anchor), as_dense(call.positive)
+    if call.negative is None:
+        scores = anchor @ gather_rows(positive, call.gather).T
+        first = rank() * len(anchor) if call.gather else 0  # the column of the first row's positive
         own, (rows, columns) = diagonal(scores, first), scores.shape
         is_own = torch.eye(first + rows, columns, dtype=torch.bool, device=scores.device)[first:]
     else:
+        negative = as_dense(call.negative)
         is_shared = negative.ndim == 2
-        negative = gather_rows(negative, gather and is_shared)
+        negative = gather_rows(negative, call.gather and is_shared)
         scores = anchor @ negative.T if is_shared else torch.einsum("bd,bnd->bn", anchor, negative)
         own, is_own = (anchor * positive).sum(-1), None
-    return reduce(one_positive_rows(scores, own, is_own), reduction, gather=gather)
+    return reduce(one_positive_rows(scores, own, is_own), call.reduction, gather=call.gather)
 
 
 class NPairLoss(LossModule):
-    """Module of ``n_pair_loss``; see the function for formula and arguments.
+    """Module of ``n_pair_loss``.
 
     Examples:
         >>> import torch

@@ -1,13 +1,11 @@
 """Contrastive loss on labelled pairs (Hadsell, Chopra and LeCun, 2006)."""
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.checks import values_can_be_checked
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.precision import widest_dtype
 from sparse_losses._core.reduction import Reduction, reduce
+from sparse_losses._core.similarity import distance
 
 
 @loss(x1="B D", x2="B D", same="B, mask", margin=">= 0")
@@ -54,24 +52,10 @@ def pairwise_contrastive_loss(
     References:
         Dimensionality Reduction by Learning an Invariant Mapping, eq. 4 (without its halves).
     """
-    squared_distance = _squared_distance(x1, x2)
-    # The slope of the square root at 0 is infinite.
-    is_zero = squared_distance == 0
-    distance = squared_distance.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
-    # `margin - distance` would compile a new graph for every margin.
-    values = torch.where(same, squared_distance, nnf.relu(-distance + margin).square())
-    return reduce(values.to(x1.dtype), reduction, gather=gather)
-
-
-def _squared_distance(x1: Tensor, x2: Tensor) -> Tensor:
-    """Return ``[B]``, in fp64 where squares in fp32 would underflow or overflow."""
-    if values_can_be_checked(x1) and values_can_be_checked(x2) and len(x1) > 0:
-        squares = nnf.mse_loss(x1, x2, reduction="none").sum(-1)  # its gradient is one pass
-        low, high = squares.aminmax()
-        if low > 1e-30 and high < 1e30:
-            return squares
-    wide = widest_dtype(x1.device)
-    return nnf.mse_loss(x1.to(wide), x2.to(wide), reduction="none").sum(-1)
+    length = distance(x1, x2)
+    # `margin - length` would compile a new graph for every margin.
+    beyond = torch.where(same, length, (length - margin).clamp(max=0.0))
+    return reduce(beyond.square().to(x1.dtype), reduction, gather=gather)
 
 
 class PairwiseContrastiveLoss(LossModule):

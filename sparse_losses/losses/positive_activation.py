@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_shapes, check_weights
+from sparse_losses._core.entries import values_at
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import softplus
 from sparse_losses._core.token_ids import (
     TokenIds,
-    attended_ids,
     check_ids,
     first_occurrences,
     id_mask,
@@ -17,10 +17,10 @@ from sparse_losses._core.token_ids import (
 
 
 @loss(
-    activations="B V",
-    positive_input_ids="B S, token ids",
+    activations="B V, csr",
+    positive_input_ids="B S, token ids at positive_attention_mask",
     positive_attention_mask="B S, mask",
-    token_weight="V, optional, constant",
+    token_weight="V, optional, constant, >= 0",
 )
 def positive_activation_loss(
     activations: Tensor,
@@ -43,7 +43,8 @@ def positive_activation_loss(
     ``saturating``, which replaces $-x_{ij}$ by $\log(1 + e^{-x_{ij}}) > 0$.
 
     Args:
-        activations: ``[B, V]`` floating; activations of the anchors.
+        activations: ``[B, V]`` floating; activations of the anchors, dense or CSR, with a gradient
+            of its pattern.
         positive_input_ids: ``[B, S]`` integers in ``[0, V)``; ignored where the mask is 0.
         positive_attention_mask: ``[B, S]`` bool, int or float 0/1.
         token_weight: ``[V]``, ``u`` >= 0; cast to the dtype of the computation.
@@ -73,12 +74,8 @@ def positive_activation_loss(
     References:
         From the notes of a Korean neural sparse retriever (its versions V22 to V26).
     """
-    check_weights("token_weight", token_weight)
-    x, attended, vocab_size = activations, positive_attention_mask, activations.shape[1]
-    ids = attended_ids(
-        "positive_input_ids", positive_input_ids, attended, vocab_size, gathered=True
-    )
-    ignored = id_mask("ignore_token_ids", ignore_token_ids, vocab_size, ids.device)
+    x, ids, attended = activations, positive_input_ids, positive_attention_mask
+    ignored = id_mask("ignore_token_ids", ignore_token_ids, x.shape[1], ids.device)
     if ignored is not None:
         attended = attended & ~ignored[ids]
     ids, is_target = first_occurrences(ids, attended)
@@ -93,7 +90,8 @@ def positive_activation_loss(
             weight = weight / largest.clamp(min=torch.finfo(weight.dtype).tiny)
         weight = weight.masked_fill(~valid[:, None], 0.0)  # no gradient from a row without weight
 
-    target = x.gather(1, ids).masked_fill(~is_target, 0.0)
+    found = values_at(x, ids) if x.layout == torch.sparse_csr else x.gather(1, ids)
+    target = found.masked_fill(~is_target, 0.0)
     cost = softplus(-target) if saturating else -target
     total = weight.sum(-1).clamp(min=torch.finfo(weight.dtype).tiny)  # 0 in a row that is not valid
     values = (weight * cost).sum(-1) / total

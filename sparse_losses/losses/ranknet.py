@@ -70,9 +70,13 @@ def ranknet_loss(
     student = student + teacher.clamp(0, 0)  # a NaN of the teacher shows, in the gradient too
     worse = teacher.masked_fill(teacher == -torch.inf, torch.inf)  # than which nothing is better
     no_pair = teacher[:, :, None] <= worse[:, None, :]  # a NaN makes pairs
-    gap = torch.where(no_pair, 0.0, student[:, None, :] - student[:, :, None]) / temperature
-    is_pair = (~no_pair).to(student.dtype)  # a product is faster than a mask
-    cost, num_pairs = (softplus(gap) * is_pair).sum((1, 2)), is_pair.sum((1, 2))
+    gap = student[:, None, :] - student[:, :, None]
+    if isinstance(temperature, Tensor):  # its gradient multiplies by the gaps: 0 * inf is NaN
+        gap = gap.masked_fill(no_pair, 0.0)
+    gap = gap / temperature
+    # The cost of -inf is 0, in the gradient too.
+    cost = softplus(gap.masked_fill(no_pair, -torch.inf)).sum((1, 2))
+    num_pairs = (~no_pair).sum((1, 2))
     return reduce(cost / num_pairs.clamp(min=1), reduction, num_pairs > 0, gather, zeroed=True)
 
 

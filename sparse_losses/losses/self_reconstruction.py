@@ -8,14 +8,13 @@ from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import softplus
 from sparse_losses._core.token_ids import (
     TokenIds,
-    attended_ids,
     check_ids,
     first_occurrences,
     id_mask,
 )
 
 
-@loss(activations="B V", input_ids="B S, token ids", attention_mask="B S, mask")
+@loss(activations="B V", input_ids="B S, token ids at attention_mask", attention_mask="B S, mask")
 def self_reconstruction_loss(
     activations: Tensor,
     input_ids: Tensor,
@@ -70,8 +69,7 @@ def self_reconstruction_loss(
     References:
         From the notes of a Korean neural sparse retriever (its versions V22 to V26).
     """
-    x, attended, vocab_size = activations, attention_mask, activations.shape[1]
-    ids = attended_ids("input_ids", input_ids, attended, vocab_size, gathered=True)
+    x, ids, attended, vocab_size = activations, input_ids, attention_mask, activations.shape[1]
     ignored = id_mask("ignore_token_ids", ignore_token_ids, vocab_size, x.device)
     num_kept: int | Tensor = max(vocab_size, 1)
     if ignored is not None:

@@ -22,8 +22,8 @@ def triplet_margin_loss(
     anchor: Tensor,
     positive: Tensor,
     negative: Tensor,
-    candidate_mask: Tensor | None = None,
     *,
+    candidate_mask: Tensor | None = None,
     margin: float = 0.3,
     similarity: Literal["cosine", "dot", "euclidean"] = "cosine",
     gather: bool = False,
@@ -139,10 +139,12 @@ class TripletMarginLoss(LossModule):
         anchor: Tensor,
         positive: Tensor,
         negative: Tensor,
-        candidate_mask: Tensor | None = None,
         *,
+        candidate_mask: Tensor | None = None,
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather)
-        return triplet_margin_loss(anchor, positive, negative, candidate_mask, **options)
+        return triplet_margin_loss(
+            anchor, positive, negative, candidate_mask=candidate_mask, **options
+        )

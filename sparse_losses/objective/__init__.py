@@ -1,1 +1,1 @@
-"""A training run with many losses: objective, schedules, sparsity control, diagnostics."""
+"""A training run with many losses: objective, terms, schedules, diagnostics."""

@@ -1,18 +1,19 @@
 """The input of an objective: the vectors of a batch and the tokens of its texts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as nnf
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparse_losses._core.checks import check_flag, check_integer
-from sparse_losses._core.token_ids import as_mask
+from sparse_losses._core.checks import check_choice, check_shapes
+from sparse_losses._core.precision import compute_dtype
+from sparse_losses._core.similarity import normalize
+from sparse_losses.distributed import gather_rows
 from sparse_losses.objective.teacher import Teacher, score_candidates
 
-SIDES = ("anchor", "positive", "negative")
-SCORES = ("teacher_scores", "teacher_anchor_scores")
+Similarity = Literal["cosine", "dot"]
 
 
 class Texts(NamedTuple):
@@ -27,11 +28,8 @@ class Texts(NamedTuple):
 
     Examples:
         >>> import torch
-        >>> from sparse_losses import Texts, splade_pool
-        >>> ids, mask = torch.tensor([[3, 1, 0]]), torch.tensor([[1, 1, 0]])
-        >>> activations, logits = splade_pool(torch.randn(1, 3, 5), mask, return_logits=True)
-        >>> Texts(activations, ids, mask, logits).activations.shape
-        torch.Size([1, 5])
+        >>> from sparse_losses import Texts
+        >>> texts = Texts(torch.rand(2, 9), torch.tensor([[3, 1], [4, 0]]))
     """
 
     activations: Tensor
@@ -41,31 +39,22 @@ class Texts(NamedTuple):
 
     def flatten(self) -> "Texts":
         """Return the texts with one row per text."""
-        # Not by `_replace`, which PyTorch 2.6 cannot compile.
-        activations, *others = [None if x is None else x.flatten(0, -2) for x in self]
-        assert activations is not None
-        return Texts(activations, *others)
+        fields: Any = [None if x is None else x.flatten(0, -2) for x in self]
+        return Texts(*fields)  # not by `_replace`, which PyTorch 2.6 cannot compile
 
     def join(self, other: "Texts") -> "Texts":
-        """Return these texts followed by the others; a field that only one has becomes ``None``.
-
-        Shorter ids and masks are padded with zeros.
-        """
-        pairs = zip(Texts._fields, self, other, strict=True)
-        fields: dict[str, Any] = {
-            name: _joined(one, two, pads=name in ("input_ids", "attention_mask"))
-            for name, one, two in pairs
-        }
-        return Texts(**fields)
-
-
-def _joined(one: Tensor | None, two: Tensor | None, *, pads: bool) -> Tensor | None:
-    if one is None or two is None:
-        return None
-    missing = one.shape[-1] - two.shape[-1]
-    if missing and pads:
-        one, two = nnf.pad(one, (0, max(0, -missing))), nnf.pad(two, (0, max(0, missing)))
-    return torch.cat([one, two])
+        """Return these texts, then the others; shorter ids and masks are padded with zeros."""
+        fields: list[Any] = []
+        for name, one, two in zip(Texts._fields, self, other, strict=True):
+            if (one is None) != (two is None):
+                raise ValueError(f"expected `{name}` of both texts that are joined, or of neither")
+            if one is not None and two is not None:
+                if name in ("input_ids", "attention_mask") and one.shape[-1] != two.shape[-1]:
+                    longest = max(one.shape[-1], two.shape[-1])
+                    one, two = (nnf.pad(x, (0, longest - x.shape[-1])) for x in (one, two))
+                one = torch.cat([one, two])
+            fields.append(one)
+        return Texts(*fields)
 
 
 class SpladeBatch(NamedTuple):
@@ -73,26 +62,26 @@ class SpladeBatch(NamedTuple):
 
     Attributes:
         anchor: ``B`` texts.
-        positive: ``B`` texts; the ``i``-th is relevant to anchor ``i``.
-        negative: ``N`` texts, negatives of all anchors, or ``[B, N]`` texts, N for each anchor.
-        positive_ids: ``[B]`` integers; positives with equal ids are the same document and are not
-            each other's negatives.
+        positive: ``B`` texts; row ``i`` is the positive of anchor ``i``.
+        negative: ``N`` texts for all anchors, ``[N, V]``, or ``N`` for each, ``[B, N, V]``.
+        positive_ids: ``[B]`` integers; positives of one id are not each other's negatives.
         teacher_scores: a teacher's scores of the anchors' candidates: ``[B, B]``; with negatives
             ``[B, B + N]``, or ``[B, B]`` for the positives alone, or ``[B, 1 + N]`` for the
             positive and the anchor's own negatives. A score of ``-inf`` excludes a candidate.
         teacher_anchor_scores: a teacher's scores of every anchor with every anchor, ``[B, B]``.
         teacher_candidates: which candidates ``teacher_scores`` holds: ``"own"`` for ``[B, 1 + N]``,
-            ``"batch"`` for the other shapes, ``None`` to tell by the shape (an error where ``B``
-            is ``1 + N`` and both fit).
+            ``"batch"`` for the other shapes, ``None`` to tell by the shape.
         candidate_mask: ``[B, B]``, with negatives ``[B, B + N]``, bool, int or float 0/1: 0 leaves
-            a candidate out of the row in the terms on scores, for example where a row has fewer
-            negatives than others. The other terms still use its vector, which must be finite.
+            a candidate out of the row in the terms on scores. Its vector must be finite.
+        gather: whether the terms use all ranks' texts; the objective sets it.
+        memory: what the terms of one call share; the objective sets it, and drops it at its end.
 
     Examples:
         >>> import torch
         >>> from sparse_losses import SpladeBatch, Texts
-        >>> batch = SpladeBatch(Texts(torch.rand(4, 50)), Texts(torch.rand(4, 50)))
-        >>> batch = batch._replace(teacher_scores=torch.randn(4, 4))
+        >>> batch = SpladeBatch(Texts(torch.eye(3)), Texts(torch.eye(3)))
+        >>> batch.scores("dot").diagonal()
+        tensor([1., 1., 1.])
     """
 
     anchor: Texts
@@ -103,6 +92,29 @@ class SpladeBatch(NamedTuple):
     teacher_anchor_scores: Tensor | None = None
     teacher_candidates: Literal["own", "batch"] | None = None
     candidate_mask: Tensor | None = None
+    gather: bool = False
+    memory: dict[object, Any] | None = None
+
+    def texts(self, side: str) -> Texts:
+        """Return the anchors for ``"query"``, positives and then negatives for ``"document"``."""
+        negative, memory = self.negative, {} if self.memory is None else self.memory
+        if side == "query" or negative is None:
+            return self.anchor if side == "query" else self.positive
+        if "documents" not in memory:  # a copy
+            flat = negative.flatten() if negative.activations.ndim == 3 else negative
+            memory["documents"] = self.positive.join(flat)
+        return memory["documents"]  # type: ignore[no-any-return]
+
+    def scores(self, similarity: Similarity = "cosine", *, gather: bool = False) -> Tensor:
+        """Return each anchor's scores with all positives, then the negatives: ``[B, B + N]``.
+
+        With ``gather`` these are of all ranks. The terms of one call compute them once.
+        """
+        memory = {} if self.memory is None else self.memory
+        if (key := (similarity, gather)) not in memory:
+            x, *documents = (texts.activations for texts in self[:3] if texts is not None)
+            memory[key] = score(x, *documents, similarity=similarity, gather=gather)
+        return memory[key]  # type: ignore[no-any-return]
 
     @classmethod
     def from_columns(
@@ -110,145 +122,111 @@ class SpladeBatch(NamedTuple):
         encoder: Callable[..., Any],
         columns: Mapping[str, Any],
         *,
-        tokenizer: Any = None,
-        max_length: int | None = None,
         teacher: Teacher | None = None,
         score_anchors: bool = False,
         **options: Any,
     ) -> "SpladeBatch":
-        """Encode columns of texts, tokenized or not.
+        """Encode columns: a batch's fields by name, with texts or tokens in place of ``Texts``.
 
         Args:
             encoder: maps ``input_ids`` and ``attention_mask`` ``[N, S]`` to activations ``[N, V]``,
-                or to activations and logits.
-            columns: the fields of a batch by name. ``anchor``, ``positive`` and ``negative`` are
-                lists of texts (negatives also one list per row, all of the same length), or dicts
-                of ``input_ids`` and ``attention_mask`` ``[B, S]`` (negatives also ``[B, N, S]``).
-                ``positive_ids``, a mask and scores may be lists.
-            tokenizer: the tokenizer of the texts; default: ``encoder.tokenizer``.
-            max_length: the largest number of tokens per text; default: ``encoder.max_length``, or
-                the tokenizer's limit.
-            teacher: a ``BM25Teacher``, or another function of queries and documents that returns
-                their scores ``[Q, D]``. Both are dicts of ``input_ids``, ``attention_mask`` and,
-                where they were not tokenized, ``texts``. It scores all candidates of the batch.
-            score_anchors: whether the teacher also scores every anchor with every anchor, for the
-                term ``context_distillation``.
+                or to activations and logits. Its method ``tokenize`` is called with texts.
+            columns: each side is a list of texts, or a dict of ``input_ids`` and ``attention_mask``
+                ``[B, S]``; negatives are also lists of lists, or ``[B, N, S]``.
+            teacher: a ``BM25Teacher``, or another function of queries and documents, such dicts
+                (with ``texts``, if they were texts), to scores ``[Q, D]``, here of all candidates.
+            score_anchors: whether the teacher also scores every anchor with every anchor.
             **options: arguments of the encoder, such as ``return_logits=True``.
-
-        Raises:
-            ValueError: for columns of other contents, a ``max_length`` without room for a token, or
-                scores beside a ``teacher``.
-            TypeError: for texts without a tokenizer, an unknown field, or a teacher that returns no
-                scores.
-
-        Examples:
-            >>> import torch
-            >>> from sparse_losses import SpladeBatch
-            >>> def encoder(input_ids, attention_mask):
-            ...     return torch.nn.functional.one_hot(input_ids, 9).amax(-2).float()
-            >>> ids = torch.tensor([[3, 4], [5, 6]])
-            >>> column = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            >>> columns = {"anchor": column, "positive": column, "positive_ids": [7, 8]}
-            >>> SpladeBatch.from_columns(encoder, columns).positive.activations.shape
-            torch.Size([2, 9])
         """
-        check_flag(score_anchors=score_anchors)
-        fields = dict(columns)
-        tokenizer = getattr(encoder, "tokenizer", None) if tokenizer is None else tokenizer
-        max_length = getattr(encoder, "max_length", None) if max_length is None else max_length
-        for side in SIDES:
-            column = fields.get(side)
-            if column is not None and not isinstance(column, Mapping):
-                fields[side] = _tokenize(side, column, tokenizer, max_length, _device(encoder))
-        for name in ("positive_ids", "candidate_mask", *SCORES):
-            column = fields.get(name)
-            if column is not None and not isinstance(column, Tensor):
-                fields[name] = _as_tensor(name, column, _device(encoder))
+        fields = {name: column for name, column in columns.items() if column is not None}
+        tokens = {s: _tokens(encoder, s, fields[s]) for s in cls._fields[:3] if s in fields}
         if teacher is not None:
-            fields |= _taught(teacher, fields, score_anchors)
-        for side in SIDES:
-            if fields.get(side) is not None:
-                fields[side] = _encode(encoder, fields[side], options)
+            if "teacher_scores" in fields:
+                raise ValueError("expected no `teacher` beside `teacher_scores`, got both")
+            fields["teacher_scores"] = score_candidates(teacher, *tokens.values())
+            fields["teacher_candidates"] = "batch"
+            if score_anchors:
+                scored = score_candidates(teacher, tokens["anchor"], tokens["anchor"])
+                fields["teacher_anchor_scores"] = scored
+        for side, column in tokens.items():
+            ids, mask = column["input_ids"], column["attention_mask"]
+            flat = {"input_ids": ids.flatten(0, -2), "attention_mask": mask.flatten(0, -2)}
+            output = encoder(**flat, **options)
+            vectors = output if isinstance(output, tuple) else (output,)
+            activations, *logits = (x.unflatten(0, ids.shape[:-1]) for x in vectors)
+            fields[side] = Texts(activations, ids, mask, *logits)
         return cls(**fields)
 
 
-def _device(encoder: Callable[..., Any]) -> torch.device:
-    """Return the device of a module's parameters; the CPU for another function."""
-    parameters = encoder.parameters() if isinstance(encoder, nn.Module) else iter(())
-    parameter = next(parameters, None)
-    return torch.device("cpu") if parameter is None else parameter.device
+def _tokens(encoder: Any, side: str, column: Any) -> Mapping[str, Any]:
+    """Return ids, mask and texts of a column of texts; a column of tokens as it is."""
+    if isinstance(column, Mapping):
+        return column
+    if not hasattr(encoder, "tokenize"):
+        raise TypeError(f"expected `encoder.tokenize` for the texts of {side!r}, got {encoder!r}")
+    rows = [row if isinstance(row, (list, tuple)) else [row] for row in column]
+    texts = [text for row in rows for text in row]
+    if len({*map(len, rows)}) != 1 or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"expected {side!r} to be texts, as many in every row, got {column!r}")
+    tokens = {name: encoder.tokenize(texts)[name] for name in ("input_ids", "attention_mask")}
+    if isinstance(column[0], (list, tuple)):
+        tokens = {name: x.unflatten(0, (len(rows), -1)) for name, x in tokens.items()}
+    return {**tokens, "texts": texts}
 
 
-def _tokenize(
-    side: str, column: Sequence[Any], tokenizer: Any, max_length: int | None, device: torch.device
-) -> dict[str, Any]:
-    """Return ids and mask of texts ``[B, S]``, or of a list of texts per row ``[B, N, S]``."""
-    if tokenizer is None:
-        raise TypeError(f"expected `tokenizer` for the texts of {side!r}, got None")
-    if max_length is not None:
-        least = tokenizer.num_special_tokens_to_add(pair=False) + 1
-        check_integer("max_length", max_length, minimum=least)
-    rows = list(column)
-    is_nested = side == "negative" and any(isinstance(row, (list, tuple)) for row in rows)
-    lists = [list(row) if isinstance(row, (list, tuple)) else [row] for row in rows]
-    texts = [text for texts in lists for text in texts] if is_nested else rows
-    wrong = [text for text in texts if not isinstance(text, str)]
-    if wrong or not texts:
-        got = repr(wrong[0]) if wrong else "none"
-        raise ValueError(f"expected {side!r} to be texts, got {got}")
-    counts = [len(own) for own in lists]
-    if len({*counts}) > 1:
-        raise ValueError(f"expected as many texts of {side!r} in every row, got {counts}")
-    options = {"padding_side": "right", "truncation": True, "max_length": max_length}
-    batch = tokenizer(texts, padding=True, return_tensors="pt", **options)  # as SpladeEncoder does
-    tensors = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
-    if is_nested:
-        tensors = {key: tensor.unflatten(0, (len(rows), -1)) for key, tensor in tensors.items()}
-    return {**tensors, "texts": texts}
+def score(query: Tensor, *keys: Tensor, similarity: Similarity, gather: bool = False) -> Tensor:
+    """Return scores ``[B, C]`` of queries with keys ``[K, V]`` and their own keys ``[B, N, V]``.
+
+    With ``gather`` the former are those of all ranks.
+    """
+    check_choice("similarity", similarity, ("cosine", "dot"))
+    check_shapes(query=(query, "B V"))  # which is dense
+    dtype = compute_dtype(query=query, **{f"key {i}": key for i, key in enumerate(keys)})
+    rows = [x.to(dtype) for x in (query, *(key for key in keys if key is not query))]
+    rows = [normalize(x) for x in rows] if similarity == "cosine" else rows
+    scores = []
+    for key in rows[1:] or rows:
+        every = gather_rows(key, gather and key.ndim == 2)
+        one = rows[0] @ every.T if key.ndim == 2 else torch.einsum("bv,bnv->bn", rows[0], every)
+        scores.append(one)
+    return scores[0] if len(scores) == 1 else torch.cat(scores, 1)
 
 
-def _as_tensor(name: str, column: Any, device: torch.device) -> Tensor:
-    try:
-        if name == "positive_ids":
-            return torch.as_tensor(column, device=device)
-        rows = [torch.as_tensor(row, dtype=torch.float32) for row in column]
-        return torch.stack(rows).detach().to(device)
-    except (TypeError, ValueError, RuntimeError) as error:  # PyTorch's do not name the column
-        raise ValueError(f"expected {name!r} to be numbers, in rows of one length") from error
+def check_batch(batch: object) -> None:
+    """Raise unless an objective received a ``SpladeBatch`` whose tensors belong together."""
+    expected = "SpladeBatch(Texts(activations, ...), Texts(activations, ...))"
+    if not isinstance(batch, SpladeBatch):
+        kind = type(batch).__name__
+        raise TypeError(f"expected `batch` to be a SpladeBatch, {expected}, got {kind}")
+    shapes: dict[str, tuple[Tensor | None, str]] = {}
+    for side, texts, rows, length in zip(batch._fields[:3], batch[:3], "BBN", "STU", strict=True):
+        if side == "negative" and getattr(getattr(texts, "activations", None), "ndim", 0) == 3:
+            rows = "B N"
+        if isinstance(texts, Texts):
+            columns = "V, csr", f"{length}, optional", f"{length}, optional", "V, optional"
+            for name, x, column in zip(Texts._fields, texts, columns, strict=True):
+                shapes[f"{side}.{name}"] = x, f"{rows} {column}"
+        elif texts is not None or side != "negative":
+            kind = type(texts).__name__
+            raise TypeError(f"expected `batch.{side}` to be Texts, {expected}, got {kind}")
+    shapes["positive_ids"] = batch.positive_ids, "B, optional"
+    for letter, name in zip(
+        "CAK", ("teacher_scores", "teacher_anchor_scores", "candidate_mask"), strict=True
+    ):
+        shapes[name] = getattr(batch, name), f"B {letter}, optional"
+    check_shapes(**shapes)
+    if (ids := batch.positive_ids) is not None and (
+        ids.is_floating_point() or ids.dtype == torch.bool
+    ):
+        raise TypeError(f"expected `positive_ids` to be integers, got {ids.dtype}")
 
 
-def _taught(teacher: Teacher, fields: Mapping[str, Any], score_anchors: bool) -> dict[str, Any]:
-    if present := [name for name in SCORES if fields.get(name) is not None]:
-        raise ValueError(f"expected columns without scores beside `teacher`, got {present}")
-    anchor = fields["anchor"]
-    scores = score_candidates(teacher, anchor, fields["positive"], fields.get("negative"))
-    taught: dict[str, Any] = {"teacher_scores": scores, "teacher_candidates": "batch"}
-    if score_anchors:
-        taught["teacher_anchor_scores"] = score_candidates(teacher, anchor, anchor)
-    return taught
-
-
-def _encode(
-    encoder: Callable[..., Any], column: Mapping[str, Any], options: Mapping[str, Any]
-) -> Texts:
-    rows = column["input_ids"].shape[:-1]
-    tensors = {name: value for name, value in column.items() if isinstance(value, Tensor)}
-    flat = {name: tensor.flatten(0, -2) for name, tensor in tensors.items()}
-    output = encoder(**flat, **options)
-    activations, logits = output if isinstance(output, tuple) else (output, None)
-    return Texts(
-        activations.unflatten(0, rows),
-        column["input_ids"],
-        column["attention_mask"],
-        None if logits is None else logits.unflatten(0, rows),
-    )
-
-
-def token_counts(ids: Tensor | None, mask: Tensor | None, special_ids: Tensor) -> Tensor | None:
-    """Count the attended tokens of each text, without special tokens where ids are known."""
-    if mask is None:
-        return None
-    attended = as_mask("attention_mask", mask)
-    if ids is not None and len(special_ids):
-        attended = attended & ~torch.isin(ids, special_ids)
-    return attended.sum(-1)
+def need(part: Any, name: str, whose: str = "batch") -> Any:
+    """Return a field that must be there."""
+    sources = {
+        "teacher_scores": ": BM25Teacher computes them; or leave the term out",
+        "teacher_anchor_scores": ": from_columns(score_anchors=True) computes them",
+    }
+    if (value := getattr(part, name)) is None:
+        raise ValueError(f"expected `{whose}.{name}`, got None{sources.get(name, '')}")
+    return value

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_integer, check_shapes
-from sparse_losses._core.dtensors import agree, beside_dtensors, full, ranks_of
 from sparse_losses._core.host_copy import HostCopy
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses._core.token_ids import (
@@ -40,16 +39,15 @@ class Report(dict[str, float]):
     def __str__(self) -> str:
         """Return one line per number."""
         width = max(map(len, self), default=0)
-        shares = ("_share", "_top", "_rows", "_recall", "_list", "never_active")
+        shares = ("_share", "_top", "_rows", "_recall", "_list", "_active", "_mode")
         formats = {name: ".1%" if name.endswith(shares) else ".4g" for name in self}
         return "\n".join(f"{name:{width}}  {self[name]:{formats[name]}}" for name in self)
 
 
 class Diagnostics:
-    r"""Statistics of the activations of one side, accumulated over any number of batches.
+    r"""Statistics of the activations of one side, over any number of batches.
 
-    The state has a fixed size, a few numbers per token, and ``update`` does not wait for the
-    device. The page Diagnostics has the formulas of all numbers that ``report`` returns, such as
+    The page Diagnostics has the formulas of all numbers that ``report`` returns, such as
 
     - ``active_dimensions``: mean number per text, over the texts that have any.
     - ``dead_rows``, ``dense_rows``: shares of texts without active dimensions, and with more than a
@@ -59,15 +57,11 @@ class Diagnostics:
       ``..._top``: of each text's ``top_k`` largest. Foreign tokens are neither allowed nor special.
     - ``input_recall``, ``other_side_recall``: shares of the tokens of a text, and of its positive
       or its query, that it activates, without special ones.
+    - ``training_mode``: share of the texts that a model in training mode has encoded. Dropout adds
+      to the maxima over positions, so that such counts can be many times those of evaluation mode,
+      which an index has.
 
-    The report leaves out numbers whose inputs are missing.
-
-    Args:
-        vocab_size: $V$.
-        special_token_ids: the special tokens.
-        stopword_ids: the stopwords.
-        allowed_token_ids: the tokens of the wanted languages.
-        top_k: number of a text's largest activations that ``..._top`` counts.
+    The report leaves out numbers whose inputs are missing. The state is a few numbers per token.
 
     Examples:
         >>> import torch
@@ -91,14 +85,17 @@ class Diagnostics:
         check_integer("vocab_size", vocab_size, minimum=1)
         check_integer("top_k", top_k, minimum=1)
         self.vocab_size, self.top_k = vocab_size, min(top_k, vocab_size)
-        cpu = torch.device("cpu")
-        self._special = id_mask("special_token_ids", special_token_ids, vocab_size, cpu)
-        self._stopword = id_mask("stopword_ids", stopword_ids, vocab_size, cpu)
-        allowed = id_mask("allowed_token_ids", allowed_token_ids, vocab_size, cpu)
-        self._special_there: Tensor | None = None  # on the device of the activations
-        self._foreign = None if allowed is None else ~allowed
-        if self._foreign is not None and self._special is not None:
-            self._foreign = self._foreign & ~self._special
+        where = vocab_size, torch.device("cpu")
+        none = torch.zeros(vocab_size, dtype=torch.bool)
+        special = id_mask("special_token_ids", special_token_ids, *where)
+        stopword = id_mask("stopword_ids", stopword_ids, *where)
+        foreign = id_mask("allowed_token_ids", allowed_token_ids, *where)
+        self._special = none if special is None else special  # moved to the activations' device
+        if foreign is not None:
+            foreign = ~(foreign | self._special)
+        groups = {"special": special, "stopword": stopword, "foreign": foreign}
+        self._groups = {name: mask for name, mask in groups.items() if mask is not None}
+        self._content = ~(self._special if stopword is None else stopword | self._special)
         self._agree = False  # all ranks, on the size of their vocabularies
         self.reset()
 
@@ -107,7 +104,6 @@ class Diagnostics:
         # Sums by token, [3 V]: activations, texts that have it active, texts that have it on top;
         # then the `NUMBERS` of `update`. Extremes: minus the smallest number, the largest.
         self._state: tuple[Tensor, Tensor] | None = None
-        self._ranks = 1  # that have the same state, as its batches were DTensors
 
     @torch.no_grad()
     def update(
@@ -116,87 +112,55 @@ class Diagnostics:
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         other_side: Texts | None = None,
-        false_negatives: Tensor | None = None,
+        training: bool | None = None,
     ) -> None:
-        """Add a batch.
+        """Add a batch, without a wait for the device.
 
         Args:
-            activations: ``[B, V]``; or ``Texts`` (``[B, V]`` or ``[B, N, V]``) with their own ids
-                and mask.
+            activations: ``[B, V]``; or ``Texts`` (``[B, V]`` or ``[B, N, V]``) with their tokens.
             input_ids: token ids ``[B, S]``, for ``input_recall``.
             attention_mask: ``[B, S]``.
             other_side: the positives (or queries) of these texts, for ``other_side_recall``.
-            false_negatives: ``objective.false_negatives(batch)``, 0-d, for
-                ``false_negative_share``, the mean over the rows.
+            training: ``model.training`` of the encoder, for ``training_mode``.
         """
         if isinstance(activations, Texts):
-            if activations.activations.ndim == 3:
-                check_shapes(activations=(activations.activations, "B C V"))
-                with beside_dtensors(*activations):
-                    activations = activations.flatten()
-            activations, input_ids, attention_mask, _ = activations
+            texts = activations.flatten() if activations.activations.ndim == 3 else activations
+            activations, input_ids, attention_mask, _ = texts
         others = (None, None) if other_side is None else other_side[1:3]
-        tensors = {
-            "activations": (activations, "B V"),
-            "input_ids": (input_ids, "B S, optional"),
-            "attention_mask": (attention_mask, "B S, optional"),
-            "other_side.input_ids": (others[0], "B T, optional"),
-            "other_side.attention_mask": (others[1], "B T, optional"),
-        }
-        size = check_shapes(**tensors)
-        agree("Diagnostics.update", False, {name: x for name, (x, _) in tensors.items()}, **size)
+        size = check_shapes(
+            activations=(activations, "B V"),
+            input_ids=(input_ids, "B S, optional"),
+            attention_mask=(attention_mask, "B S, optional"),
+            other_input_ids=(others[0], "B T, optional"),
+            other_attention_mask=(others[1], "B T, optional"),
+        )
         if size["V"] != self.vocab_size:
             expected, received = [size["B"], self.vocab_size], list(activations.shape)
             raise ValueError(f"expected `activations` [B, V] = {expected}, got {received}")
         if size["B"] == 0:
             return
-        own, others = _full(input_ids, attention_mask), _full(*others)
-        with beside_dtensors(activations, *own, *others):
-            x = activations.detach()
-            sums, extremes = self._statistics(x, own, others, false_negatives)
-        ranks = ranks_of(activations)
-        if self._state is not None:  # out of place: the state may come from inference mode
-            if ranks != self._ranks:
-                raise ValueError("expected DTensors of one mesh, or none, until `reset`, got both")
-            sums = sums + self._state[0]
-            extremes = torch.maximum(extremes, self._state[1])
-        self._state, self._ranks = (sums, extremes), ranks
-
-    def _statistics(
-        self,
-        x: Tensor,
-        own: tuple[Tensor | None, Tensor | None],
-        others: tuple[Tensor | None, Tensor | None],
-        false_negatives: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        is_active = x > 0
-        wide = widest_dtype(x.device)
-        top = torch.zeros(self.vocab_size, device=x.device, dtype=wide)
+        x, wide = activations.detach(), widest_dtype(activations.device)
+        is_active, zero = x > 0, torch.zeros((), device=x.device, dtype=wide)
         values, index = x.topk(self.top_k, dim=1)  # a NaN is larger than any number
         is_on_top = values > 0
-        top.index_add_(0, full(index).flatten(), full(is_on_top).flatten().to(wide))
+        top = torch.zeros(self.vocab_size, device=x.device, dtype=wide)
+        top.index_add_(0, index.flatten(), is_on_top.flatten().to(wide))
         is_live = is_on_top[:, 0]
         count = is_active.sum(1) * is_live
         rows = count.new_full((), len(x))
-        zero = torch.zeros((), device=x.device, dtype=wide)
-        left_out = (zero, zero) if false_negatives is None else (false_negatives * rows, rows)
-        numbers = torch.stack(
-            [
-                rows,
-                is_live.sum(),
-                count.sum(),
-                (values[:, 0] <= 0).sum(),
-                (count > self.vocab_size / 4).sum(),
-                *self._recall(x, *own, zero),
-                *self._recall(x, *others, zero),
-                *left_out,
-            ]
-        ).to(wide)
+        is_dead, is_dense = values[:, 0] <= 0, count > self.vocab_size / 4
+        numbers = [rows, is_live.sum(), count.sum(), is_dead.sum(), is_dense.sum()]
+        for tokens in ((input_ids, attention_mask), others):
+            numbers += self._recall(x, *tokens, zero)
+        numbers += [rows if training else zero, zero if training is None else rows]
         # `relu` keeps a NaN. A row with one is neither live nor dead.
         columns = x.relu().sum(0, dtype=wide), is_active.sum(0, dtype=wide), top
-        sums = torch.cat([full(each) for each in (*columns, numbers)])
+        sums = torch.cat([*columns, torch.stack(numbers).to(wide)])
         live = torch.where(is_live, count, self.vocab_size)
-        return sums, torch.stack([-full(live).amin(), full(count).amax()])
+        extremes = torch.stack([-live.amin(), count.amax()])
+        if self._state is not None:  # out of place: the state may come from inference mode
+            sums, extremes = sums + self._state[0], torch.maximum(extremes, self._state[1])
+        self._state = sums, extremes
 
     def _recall(
         self, x: Tensor, ids: Tensor | None, mask: Tensor | None, zero: Tensor
@@ -206,25 +170,14 @@ class Diagnostics:
             return zero, zero
         attended = as_mask("attention_mask", mask)
         ids = attended_ids("input_ids", ids, attended, self.vocab_size)
-        if self._special is not None:
-            if self._special_there is None or self._special_there.device != ids.device:
-                self._special_there = self._special.to(ids.device)  # kept, as the copy waits
-            attended = attended & ~self._special_there[ids]
-        ids, counts = first_occurrences(ids, attended)
-        hits = ((x.gather(1, ids) > 0) & counts).sum(1)
-        total = counts.sum(1)
+        if self._special.device != ids.device:
+            self._special = self._special.to(ids.device)  # kept, as the copy waits
+        ids, counts = first_occurrences(ids, attended & ~self._special[ids])
+        hits, total = ((x.gather(1, ids) > 0) & counts).sum(1), counts.sum(1)
         return (hits / total.clamp(min=1)).to(zero).sum(), (total > 0).sum().to(zero)
 
     def all_reduce(self) -> "Diagnostics":
-        """Sum the state over all ranks, on every rank, and return this object.
-
-        Every rank must call it, even without batches, once before ``report`` and ``reset``: a
-        second call would count every text again. Without a process group it does nothing.
-
-        Raises:
-            ValueError: on every rank, if their vocabularies differ in size (compared in the first
-                call, which waits for the device).
-        """
+        """Sum the state over all ranks, each of which must call it, once before a ``reset``."""
         if num_ranks() == 1:
             return self
         if self._state is None:
@@ -233,10 +186,10 @@ class Diagnostics:
             sums = torch.zeros(3 * self.vocab_size + NUMBERS, device=device, dtype=torch.float64)
             self._state = sums, torch.tensor([-self.vocab_size, 0], device=device)
         sums, extremes = self._state
-        if not self._agree:
+        if not self._agree:  # which waits for the device
             agree_across_ranks("Diagnostics.all_reduce", True, sums, V=self.vocab_size)
             self._agree = True
-        self._state = sum_over_ranks(sums / self._ranks), maximum_over_ranks(extremes)
+        self._state = sum_over_ranks(sums), maximum_over_ranks(extremes)
         return self
 
     def report(self) -> Report:
@@ -244,10 +197,7 @@ class Diagnostics:
         return self.report_later().read()
 
     def report_later(self) -> HostCopy[Report]:
-        """Start copying the numbers to the host; ``.read()`` the report one or more steps later.
-
-        A later ``read`` does not wait, and later updates and resets do not change the report.
-        """
+        """Start copying the numbers to the host; ``.read()`` does not wait some steps later."""
         if self._state is None:
             return HostCopy(torch.empty(0), lambda _: Report())
         sums, extremes = self._state
@@ -255,9 +205,7 @@ class Diagnostics:
 
     def _report(self, values: Tensor) -> Report:
         summed, texts, top = values[: 3 * self.vocab_size].view(3, -1)
-        numbers = values[3 * self.vocab_size :].tolist()
-        rows, live, active, dead, dense, own, own_rows, other, other_rows, *numbers = numbers
-        left_out, its_rows, smallest, largest = numbers
+        rows, live, active, dead, dense, *pairs = values[3 * self.vocab_size :].tolist()
         if rows == 0:
             return Report()
         none = 0.0 if dead == rows else math.nan  # without a live row: all dead, or some NaN
@@ -265,8 +213,8 @@ class Diagnostics:
         report = Report(
             texts=rows,
             active_dimensions=active / live if live else none,
-            smallest=-smallest if live else none,
-            largest=largest if live else none,
+            smallest=-pairs[-2] if live else none,
+            largest=pairs[-1] if live else none,
             dead_rows=dead / rows,
             dense_rows=dense / rows,
             mean_activation=_ratio(summed.sum(), texts.sum()),
@@ -276,31 +224,20 @@ class Diagnostics:
             effective_tokens=math.exp(entropy) if summed.any() else 0.0,
             never_active=(texts == 0).double().mean().item(),
         )
-        groups = {"special": self._special, "stopword": self._stopword, "foreign": self._foreign}
-        for name, group in groups.items():
-            if group is not None:
-                report[f"{name}_share"] = _ratio(texts[group].sum(), texts.sum())
-                report[f"{name}_top"] = _ratio(top[group].sum(), top.sum())
-        if self._stopword is not None:
-            content = ~self._stopword
-            if self._special is not None:
-                content &= ~self._special
-            mean = [_ratio(summed[g].sum(), texts[g].sum()) for g in (content, self._stopword)]
-            if mean[1] != 0:
-                report["semantic_ratio"] = mean[0] / mean[1]
-        if own_rows:
-            report["input_recall"] = own / own_rows
-        if other_rows:
-            report["other_side_recall"] = other / other_rows
-        if its_rows:
-            report["false_negative_share"] = left_out / its_rows
+        for name, group in self._groups.items():
+            report[f"{name}_share"] = _ratio(texts[group].sum(), texts.sum())
+            report[f"{name}_top"] = _ratio(top[group].sum(), top.sum())
+        if (stopword := self._groups.get("stopword")) is not None:
+            masks = self._content, stopword
+            content, common = (_ratio(summed[mask].sum(), texts[mask].sum()) for mask in masks)
+            report |= {"semantic_ratio": content / common} if common != 0 else {}
+        names = ("input_recall", "other_side_recall", "training_mode")
+        for name, part, whole in zip(names, pairs[0::2], pairs[1::2], strict=False):
+            report |= {name: part / whole} if whole else {}
         return report
 
     def top_tokens(self, k: int = 20) -> dict[int, float]:
-        """Return the ``k`` ids most often among a text's ``top_k``, with their share of the texts.
-
-        If they are stopwords, or the same few in every text, the vectors carry little information.
-        """
+        """Return the ``k`` ids most often among a text's ``top_k``, with their share of texts."""
         return self._largest_shares(2, k)
 
     def longest_lists(self, k: int = 20) -> dict[int, float]:
@@ -311,8 +248,8 @@ class Diagnostics:
         check_integer("k", k, minimum=1)
         if self._state is None:
             return {}
-        sums, size = self._state[0].cpu(), self.vocab_size
-        counts, texts = sums[which * size : (which + 1) * size], sums[3 * size]
+        sums = self._state[0].cpu()
+        counts, texts = sums[: 3 * self.vocab_size].view(3, -1)[which], sums[3 * self.vocab_size]
         share, ids = (counts / texts).sort(descending=True, stable=True)
         largest = zip(ids[:k].tolist(), share[:k].tolist(), strict=True)
         return {token: part for token, part in largest if part > 0}
@@ -320,7 +257,3 @@ class Diagnostics:
 
 def _ratio(part: Tensor, whole: Tensor) -> float:
     return float(part / whole) if whole or part else 0.0  # NaN / 0 is NaN
-
-
-def _full(ids: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    return None if ids is None else full(ids), None if mask is None else full(mask)

@@ -1,27 +1,23 @@
 """Each term's share in the gradient at the representation."""
 
+import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparse_losses._core.dtensors import refuse_dtensors
 from sparse_losses._core.precision import compute_dtype, widest_dtype
-from sparse_losses.objective.batch import SpladeBatch, Texts
+from sparse_losses.objective.batch import SpladeBatch, Texts, check_batch
 from sparse_losses.objective.objective import SpladeObjective
-from sparse_losses.objective.terms import check_texts
 
 
 class GradientReport(NamedTuple):
-    """The size of each term's gradient at the representation, and the angles between them.
+    """The norm of each term's weighted gradient, and the cosine of each pair of gradients.
 
-    Attributes:
-        norms: norm of the gradient of every active term, times its weight, with respect to all
-            activations of the batch, or to the logits of texts that have them.
-        cosines: cosine of the gradients of each pair of terms: -1 if they are opposed, 0 if they
-            have nothing in common. Terms of different sides have 0 here, though not in the encoder.
+    The gradients are by all activations of the batch, or by the logits of texts that have them.
+    Terms of different sides have the cosine 0 here, though not in the encoder.
 
     Examples:
         >>> from sparse_losses import GradientReport
@@ -50,32 +46,23 @@ class GradientReport(NamedTuple):
 
 
 def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> GradientReport:
-    """Norms and cosines of the terms' gradients at the representation.
+    """Norms and cosines of the active terms' gradients, times their present weights.
 
-    This takes one forward pass of the losses and one backward pass per term, to the activations
-    only: the encoder does not run, and no ``.grad`` changes. Memory holds one gradient of the
-    batch per term.
-
-    Args:
-        objective: the objective with the active terms and their present weights.
-        batch: the batch; it is detached.
+    It takes one backward pass per term, to the activations only: the encoder does not run, and no
+    ``.grad`` changes. Memory holds one gradient of the batch per term.
 
     Examples:
         >>> import torch
-        >>> from sparse_losses import SpladeBatch, SpladeObjective, Texts, gradient_report
-        >>> objective = SpladeObjective({"info_nce": 1.0, "query_flops": 0.1})
+        >>> from sparse_losses import RECOMMENDED, SpladeBatch, Texts, gradient_report
         >>> batch = SpladeBatch(Texts(torch.rand(4, 50)), Texts(torch.rand(4, 50)))
-        >>> report = gradient_report(objective, batch)
-        >>> sorted(report.norms)
-        ['info_nce', 'query_flops']
+        >>> [*gradient_report(RECOMMENDED.objective(), batch).norms]
+        ['info_nce']
     """
-    check_texts(batch)
-    refuse_dtensors(anchor=batch.anchor.activations, positive=batch.positive.activations)
+    check_batch(batch)
     leaves: list[Tensor] = []
 
     def leaf(x: Tensor) -> Tensor:
-        x = x.detach().to(compute_dtype(activations=x))
-        leaves.append(x.requires_grad_())
+        leaves.append(x.detach().to(compute_dtype(activations=x)).requires_grad_())
         return leaves[-1]
 
     def leaf_texts(texts: Texts) -> Texts:
@@ -83,31 +70,25 @@ def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> GradientR
             return texts._replace(activations=leaf(texts.activations))
         # The batch's activations, with the gradient of log1p(relu(logits)): one leaf for both.
         logits = leaf(texts.logits)
-        with torch.enable_grad():
-            slope = logits.relu().log1p()
-            activations = texts.activations.detach() + (slope - slope.detach())
+        slope = logits.relu().log1p()
+        activations = texts.activations.detach() + (slope - slope.detach())
         return texts._replace(activations=activations, logits=logits)
 
-    negative = None if batch.negative is None else leaf_texts(batch.negative)
-    batch = batch._replace(
-        anchor=leaf_texts(batch.anchor), positive=leaf_texts(batch.positive), negative=negative
-    )
     with torch.enable_grad():
-        terms = {
-            name: objective.weights[name] * term for name, term in objective.terms(batch).items()
-        }
+        sides: Any = [None if texts is None else leaf_texts(texts) for texts in batch[:3]]
+        values = objective.values(SpladeBatch(*sides, *batch[3:8]))  # type: ignore[call-arg]
+        weighted = [objective.weights[name] * value for name, value in values.items()]
     gradients = [
         torch.autograd.grad(term, leaves, retain_graph=True, materialize_grads=True)
         if term.requires_grad
         else [torch.zeros_like(leaf) for leaf in leaves]
-        for term in terms.values()
+        for term in weighted
     ]
-    products, names = _products(gradients), list(terms)
-    norms = {name: math.sqrt(products[row][row]) for row, name in enumerate(names)}
+    products = _products(gradients)
+    norms = {name: math.sqrt(products[row][row]) for row, name in enumerate(values)}
+    pairs = itertools.combinations(enumerate(values), 2)
     cosines = {
-        (a, b): products[row][column] / (norms[a] * norms[b] or math.inf)
-        for row, b in enumerate(names)
-        for column, a in enumerate(names[:row])
+        (a, b): products[i][j] / (norms[a] * norms[b] or math.inf) for (i, a), (j, b) in pairs
     }
     return GradientReport(norms, cosines)
 
@@ -117,11 +98,10 @@ def _products(gradients: Sequence[Sequence[Tensor]]) -> list[list[float]]:
     if not gradients:
         return []
     device = gradients[0][0].device
-    wide = widest_dtype(device)
-    total = torch.zeros(len(gradients), len(gradients), dtype=wide, device=device)
+    total = torch.zeros(len(gradients), len(gradients), dtype=widest_dtype(device), device=device)
     for tensors in zip(*gradients, strict=True):
         for pieces in zip(*(x.flatten().split(1 << 18) for x in tensors), strict=True):
-            rows = torch.stack(pieces).to(wide)
+            rows = torch.stack(pieces).to(total.dtype)
             total += rows @ rows.T
     products: list[list[float]] = total.tolist()
     return products

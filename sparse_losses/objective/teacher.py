@@ -10,29 +10,22 @@ from sparse_losses._core.token_ids import TokenIds, id_mask
 from sparse_losses.vocabulary.bm25 import bm25_scores, check_bm25
 from sparse_losses.vocabulary.document_frequency import DocumentFrequency
 
-# A function of queries and documents, dicts with token ids, that returns scores [Q, D].
+# A bi-encoder, or a function of queries and documents, dicts with token ids and texts, that returns
+# scores [Q, D].
 Teacher = Callable[[Mapping[str, Any], Mapping[str, Any]], Tensor]
 
 
 class BM25Teacher(nn.Module):
-    r"""BM25 on the encoder's own tokens, as a teacher without a model or a file of scores.
+    """BM25 on the encoder's own tokens (``bm25_scores``), as a teacher without a model.
 
-    $$s_{qd} = \mathrm{BM25}(q, d)$$
-
-    ``bm25_scores`` computes it. Pass it as ``teacher`` to ``SpladeBatch.from_columns`` or
-    ``SentenceTransformersLoss``, or its result as ``SpladeBatch(teacher_scores=...)``.
-    The mean length of a document excludes the special tokens, each counted once per document.
+    Pass it as ``teacher`` to ``SpladeBatch.from_columns`` or ``SentenceTransformersLoss``. The mean
+    length of a document excludes the special tokens, each counted once per document.
 
     Args:
         document_frequency: Counts of the corpus' documents, on the encoder's own tokens.
         special_token_ids: Tokens that have no score and do not count in a length, such as
             ``tokenizer.all_special_ids``.
-        k1: Saturation of the term frequency, as in ``bm25_scores``.
-        b: Strength of the length normalisation, as in ``bm25_scores``.
-
-    Raises:
-        ValueError: for counts without documents, without their number of tokens, or without a token
-            that is not special; for ``k1`` or ``b`` outside its range.
+        k1, b: As in ``bm25_scores``.
 
     Shape:
         - Input: two mappings with ``input_ids`` and ``attention_mask``, ``[Q, S]`` of the queries,
@@ -49,9 +42,6 @@ class BM25Teacher(nn.Module):
         >>> BM25Teacher(counts, special_token_ids=[0])(texts, texts)
         tensor([[0.8755, 0.2507],
                 [0.3646, 0.5014]])
-
-    References:
-        Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009.
     """
 
     idf: Tensor
@@ -80,10 +70,8 @@ class BM25Teacher(nn.Module):
         """Return the scores of every query with every document."""
         for name, texts in (("query", query), ("document", document)):
             if not isinstance(texts, Mapping) or not isinstance(texts.get("input_ids"), Tensor):
-                raise TypeError(
-                    f"expected `{name}` as a dict of the tensors input_ids and attention_mask, got "
-                    f"{texts!r}"
-                )
+                tensors = "the tensors input_ids and attention_mask"
+                raise TypeError(f"expected `{name}` as a dict of {tensors}, got {texts!r}")
         return bm25_scores(
             query["input_ids"],
             query["attention_mask"],
@@ -107,32 +95,40 @@ def score_candidates(
     positive: Mapping[str, Any],
     negative: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """Return a teacher's scores of all candidates: ``[B, B]``, with negatives ``[B, B + N]``.
-
-    Raises:
-        ValueError: for scores of another shape.
-    """
+    """Return a teacher's scores of all candidates: ``[B, B]``, with negatives ``[B, B + N]``."""
     scores = _scores(teacher, anchor, positive)
     if negative is None:
         return scores
-    flat = {
-        name: value.flatten(0, -2) if isinstance(value, Tensor) else value
-        for name, value in negative.items()
-    }
-    others = _scores(teacher, anchor, flat)
+    tokens = {name: x.flatten(0, -2) for name, x in negative.items() if isinstance(x, Tensor)}
+    others = _scores(teacher, anchor, {**negative, **tokens})
     if negative["input_ids"].ndim == 3:  # keep each anchor's own negatives
         others = others.reshape(len(others), *negative["input_ids"].shape[:2]).diagonal().T
     return torch.cat([scores, others], 1)
 
 
 def _scores(teacher: Teacher, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
-    expected = [len(query["input_ids"]), len(document["input_ids"])]
-    output = teacher(query, document)
+    is_bi_encoder = hasattr(teacher, "encode_query")
+    output = _similarities(teacher, query, document) if is_bi_encoder else teacher(query, document)
     try:
         scores = torch.as_tensor(output).detach()
     except (TypeError, ValueError, RuntimeError):  # PyTorch's errors do not name the teacher
         kind = type(output).__name__
         raise TypeError(f"expected the teacher to return a tensor of scores, got {kind}") from None
+    expected = [len(query["input_ids"]), len(document["input_ids"])]
     if (shape := list(scores.shape)) != expected:
         raise ValueError(f"expected the teacher's scores as {expected}, got {shape}")
     return scores
+
+
+def _similarities(teacher: Any, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
+    """Return the scores by a ``SentenceTransformer`` or ``SparseEncoder``, which reads texts."""
+    if query.get("texts") is None or document.get("texts") is None:
+        raise ValueError(
+            "expected columns of texts for a bi-encoder as `teacher`, got token ids alone (in a "
+            "trainer of sentence-transformers, `keep_texts(trainer)` hands on the texts)"
+        )
+    options = {"convert_to_tensor": True, "show_progress_bar": False}
+    queries = teacher.encode_query(query["texts"], **options)
+    documents = teacher.encode_document(document["texts"], **options)
+    scores: Tensor = teacher.similarity(queries, documents)
+    return scores.float().to(query["input_ids"].device)

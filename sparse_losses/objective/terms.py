@@ -1,148 +1,247 @@
-"""The terms of an objective: their names, their losses, and what each needs of a batch."""
+"""The terms of an objective: functions of a batch that return a 0-d tensor.
 
-from collections.abc import Mapping, Sequence
+A builder names a loss and what it gets of the batch. A function of yours is a term, too, and so is
+a module, whose parameters the objective then has::
+
+    def hinge(batch):
+        scores = batch.scores("dot")
+        return (1 + scores - scores.diagonal()[:, None]).relu().mean()
+
+    objective = SpladeObjective({"info_nce": (1.0, terms.info_nce()), "hinge": (0.5, hinge)})
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_choice, check_number, check_shapes
-from sparse_losses._core.loss import LossModule
-from sparse_losses.objective.batch import SIDES, SpladeBatch, Texts
+from sparse_losses._core.checks import check_choice, check_number
+from sparse_losses._core.token_ids import TokenIds, as_mask, check_ids
+from sparse_losses.losses.distillation import DistillationLoss
+from sparse_losses.losses.flops import FlopsLoss
+from sparse_losses.losses.info_nce import InfoNCELoss, info_nce_from_scores
+from sparse_losses.losses.margin_mse import MarginMSELoss
+from sparse_losses.losses.min_activation import MinActivationLoss
+from sparse_losses.losses.positive_activation import PositiveActivationLoss
+from sparse_losses.losses.ranknet import RankNetLoss
+from sparse_losses.losses.self_reconstruction import SelfReconstructionLoss
+from sparse_losses.losses.triplet_margin import TripletMarginLoss
+from sparse_losses.objective.batch import Similarity, SpladeBatch, Texts, need, score
+from sparse_losses.objective.scores import own_candidates, own_mask, taught, told_scores
 
-# Every term, and the parts of the batch that it requires.
-NEEDS: dict[str, tuple[str, ...]] = {
-    "info_nce": (),
-    "triplet_margin": ("negative",),
-    "distillation": ("teacher_scores",),
-    "margin_mse": ("negative", "teacher_scores"),
-    "ranknet": ("teacher_scores",),
-    "context_distillation": ("teacher_anchor_scores",),
-    "query_flops": (),
-    "document_flops": (),
-    "query_min_activation": (),
-    "document_min_activation": (),
-    "query_language_penalty": (),
-    "document_language_penalty": (),
-    "query_self_reconstruction": ("anchor.input_ids", "anchor.attention_mask"),
-    "document_self_reconstruction": (
-        "positive.input_ids",
-        "positive.attention_mask",
-        "negative.input_ids",  # if there are negatives
-        "negative.attention_mask",
-    ),
-    "query_positive_activation": ("positive.input_ids", "positive.attention_mask"),
-    "document_positive_activation": ("anchor.input_ids", "anchor.attention_mask"),
-}
-
-# Where what is missing can come from, for the message of an error.
-SOURCES = {
-    "teacher_scores": ": BM25Teacher computes them; or leave the term out",
-    "teacher_anchor_scores": (
-        ": SpladeBatch.from_columns(score_anchors=True) computes them; or leave the term out"
-    ),
-}
+Side = Literal["query", "document"]  # anchors, or positives and negatives
+Loss: TypeAlias = nn.Module | None  # None is the package's loss with its defaults
 
 
-def check_weights(weights: Mapping[str, float | Tensor]) -> None:
-    """Raise for a name that is no term, or a weight that is no number."""
-    for name, weight in weights.items():
-        check_choice("weights", name, list(NEEDS))
-        if not isinstance(weight, Tensor):
-            check_number(f"weights[{name!r}]", weight)
-        elif weight.ndim:
-            raise ValueError(
-                f"expected weights[{name!r}] to be a number or a 0-d tensor, got one of shape "
-                f"{list(weight.shape)}"
-            )
+class Function(nn.Module):
+    """A function of the batch as a module."""
+
+    def __init__(self, function: Callable[[SpladeBatch], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, batch: SpladeBatch) -> Tensor:
+        """Return the function's value."""
+        return self.function(batch)
 
 
-def check_loss(name: str, loss: object, classes: Sequence[type[nn.Module]]) -> None:
-    """Raise for a loss of another class, or one that returns rows; a user's modules may pass."""
-    classes = tuple(classes)
-    is_another = isinstance(loss, LossModule) and not isinstance(loss, classes)
-    if loss is not None and (is_another or not isinstance(loss, nn.Module)):
-        expected = " or ".join(each.__name__ for each in classes)
-        received = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
-        raise TypeError(f"expected `{name}` to be an instance of {expected}, got {received}")
-    if getattr(loss, "reduction", "mean") == "none":
-        raise ValueError(f"expected `{name}` to reduce to one number, got reduction='none'")
+class Term(nn.Module):
+    """A loss and what it gets of a batch: ``compute(term, batch)`` passes it to ``term.call``.
+
+    The settings are attributes, which may be assigned between steps.
+    """
+
+    token_ids: Tensor
+
+    def __init__(self, loss: nn.Module, compute: Any, ids: Any = (), **settings: Any) -> None:
+        super().__init__()
+        if not isinstance(loss, nn.Module) or getattr(loss, "reduction", "mean") == "none":
+            raise TypeError(f"expected a loss, a module that returns one number, got {loss!r}")
+        check_choice("side", settings.get("side", "query"), ("query", "document"))
+        self.loss, self.compute, self.settings = loss, compute, (*settings,)
+        self.uses_scores_of_others = compute is _info_nce
+        for name, value in settings.items():
+            setattr(self, name, value)
+        known = torch.tensor([*map(int, check_ids("ids", ids) or ())], dtype=torch.int64)
+        self.register_buffer("token_ids", known, persistent=False)
+
+    def forward(self, batch: SpladeBatch) -> Tensor:
+        """Return the loss of what it gets of a batch."""
+        return self.compute(self, batch)  # type: ignore[no-any-return]
+
+    def call(self, batch: SpladeBatch, *tensors: Tensor | None, **masks: Tensor | None) -> Tensor:
+        """Call the loss, of all ranks' texts if the batch says so; a mask may be None."""
+        options: dict[str, Any] = {name: mask for name, mask in masks.items() if mask is not None}
+        if batch.gather:
+            options["gather"] = True
+        return self.loss(*tensors, **options)  # type: ignore[no-any-return]
+
+    def shown(self, activations: Tensor) -> Tensor:
+        """Return activations that are 0 at ``token_ids``."""
+        hides = len(self.token_ids) > 0
+        return activations.index_fill(-1, self.token_ids, 0.0) if hides else activations
+
+    def extra_repr(self) -> str:
+        """Return the settings as ``name=value``."""
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.settings)
 
 
-def check_texts(batch: object) -> None:
-    """Raise unless the objective received one ``SpladeBatch`` of ``Texts``."""
-    expected = "SpladeBatch(Texts(activations, ...), Texts(activations, ...))"
-    if not isinstance(batch, SpladeBatch):
-        received = type(batch).__name__
-        raise TypeError(f"expected `batch` to be a SpladeBatch, {expected}, got {received}")
-    for side in SIDES:
-        texts = getattr(batch, side)
-        if not isinstance(texts, Texts) and not (side == "negative" and texts is None):
-            raise TypeError(
-                f"expected `batch.{side}` to be Texts, {expected}, got {type(texts).__name__}"
-            )
+def info_nce(loss: Loss = None, *, stopword_ids: TokenIds = ()) -> Term:
+    """InfoNCE of the vectors without stopwords, or of scores that another term has computed."""
+    return Term(loss or InfoNCELoss(), _info_nce, stopword_ids)
 
 
-def check_batch(batch: SpladeBatch) -> None:
-    """Raise unless the tensors of a batch belong together."""
-    ids, teachers = batch.positive_ids, ("teacher_scores", "teacher_anchor_scores")
-    check_choice("batch.teacher_candidates", batch.teacher_candidates, ("own", "batch", None))
-    if isinstance(ids, Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
-        raise TypeError(f"expected `positive_ids` to be integers, got {ids.dtype}")
-    shapes: dict[str, tuple[Tensor | None, str]] = {
-        "anchor.activations": (batch.anchor.activations, "B V"),
-        "positive.activations": (batch.positive.activations, "B V"),
-        "positive_ids": (ids, "B, optional"),
-        "teacher_scores": (batch.teacher_scores, "B C, optional"),
-        "teacher_anchor_scores": (batch.teacher_anchor_scores, "B A, optional"),
-        "candidate_mask": (batch.candidate_mask, "B K, optional"),
-    }
-    if batch.negative is not None:
-        shapes["negative.activations"] = (batch.negative.activations, "N V or B N V")
-    check_shapes(**shapes)
-    for name in teachers:
-        scores = getattr(batch, name)
-        if scores is not None and scores.dtype == torch.bool:
-            raise TypeError(f"expected `{name}` to be numbers, got {scores.dtype}")
-    for side in SIDES:
-        texts = getattr(batch, side)
-        if texts is not None:
-            rows = "B N" if texts.activations.ndim == 3 else "B"
-            shapes = {f"{side}.activations": (texts.activations, f"{rows} V")}
-            shapes[f"{side}.logits"] = (texts.logits, f"{rows} V, optional")
-            for name in ("input_ids", "attention_mask"):
-                shapes[f"{side}.{name}"] = (getattr(texts, name), f"{rows} S, optional")
-            check_shapes(**shapes)
+def _info_nce(term: Any, batch: SpladeBatch) -> Any:
+    if len(term.token_ids) == 0 and (told := told_scores(term.loss, batch)) is not None:
+        return info_nce_from_scores(**told)
+    vectors = [None if x is None else term.shown(x.activations) for x in batch[:3]]
+    masks = {"positive_ids": batch.positive_ids, "candidate_mask": batch.candidate_mask}
+    return term.call(batch, *vectors, **masks)
 
 
-def check_needs(
-    active: Sequence[str], weights: Mapping[str, float | Tensor], batch: SpladeBatch
-) -> None:
-    """Raise for an active term that lacks an input; the error names its weight."""
-    for term in active:
-        for path in NEEDS[term]:
-            if path.startswith("negative.") and batch.negative is None:
-                continue
-            part: object = batch
-            for name in path.split("."):
-                part = getattr(part, name)
-            if part is None:
-                raise ValueError(
-                    f"the term {term!r} (weight {weights[term]}) needs `batch.{path}`, "
-                    f"got None{SOURCES.get(path, '')}"
-                )
-    if (negative := batch.negative) is None:
-        return
-    # A field that only one of them has would be left out for both, and change the value.
-    for term in ("document_min_activation", "document_self_reconstruction"):
-        for name in ("attention_mask", "logits", "input_ids") if term in active else ():
-            if (getattr(batch.positive, name) is None) != (getattr(negative, name) is None):
-                raise ValueError(
-                    f"the term {term!r} needs `{name}` of positives and negatives, or of neither"
-                )
-    for term in ("triplet_margin", "margin_mse"):
-        shape, size = negative.activations.shape, len(batch.anchor.activations)
-        if term in active and len(shape) == 2 and shape[0] != size:
-            raise ValueError(
-                f"the term {term!r} needs each anchor's own negatives, [B, N, V] or one "
-                f"each [B, V], with B = {size}, got {list(shape)}"
-            )
+def triplet_margin(loss: Loss = None) -> Term:
+    """The margin to each anchor's own negatives: ``[B, N, V]``, or ``[B, V]`` for one."""
+    return Term(loss or TripletMarginLoss(), _triplet_margin)
+
+
+def _triplet_margin(term: Any, batch: SpladeBatch) -> Any:
+    negative, mask = need(batch, "negative").activations, own_mask(batch)
+    if mask is not None and negative.ndim == 2:
+        negative = negative[:, None]
+    vectors = batch.anchor.activations, batch.positive.activations, negative
+    return term.call(batch, *vectors, candidate_mask=mask)
+
+
+def distillation(
+    loss: Loss = None,
+    *,
+    score_scale: float = 1.0,
+    teacher_scale: float | None = None,
+    similarity: Similarity = "cosine",
+) -> Term:
+    """Distillation of ``score_scale`` times the scores from ``teacher_scale`` times the teacher's.
+
+    Cosines are too flat for a softmax: 1 over InfoNCE's temperature gives both the same scale.
+    ``teacher_scale`` is by default ``score_scale``.
+    """
+    scales = {"score_scale": score_scale, "teacher_scale": teacher_scale}
+    return Term(loss or DistillationLoss(), _taught, similarity=similarity, **scales)
+
+
+def ranknet(
+    loss: Loss = None, *, score_scale: float = 1.0, similarity: Similarity = "cosine"
+) -> Term:
+    """RankNet of ``score_scale`` times the scores for the order of the teacher's."""
+    scales = {"score_scale": score_scale, "teacher_scale": 1.0}
+    return Term(loss or RankNetLoss(), _taught, similarity=similarity, **scales)
+
+
+def _taught(term: Any, batch: SpladeBatch) -> Any:
+    student, teacher, _ = taught(batch, term.similarity)
+    return term.call(batch, *_scaled(term, student, teacher))
+
+
+def context_distillation(
+    loss: Loss = None,
+    *,
+    score_scale: float = 1.0,
+    teacher_scale: float | None = None,
+    similarity: Similarity = "cosine",
+) -> Term:
+    """Distillation of the anchors' scores with one another, as ``distillation``."""
+    scales = {"score_scale": score_scale, "teacher_scale": teacher_scale}
+    return Term(loss or DistillationLoss(), _context, similarity=similarity, **scales)
+
+
+def _context(term: Any, batch: SpladeBatch) -> Any:
+    x, teacher = batch.anchor.activations, need(batch, "teacher_anchor_scores")
+    gather = batch.gather and teacher.shape[1] != len(x)
+    scores = score(x, x, similarity=term.similarity, gather=gather)
+    return term.call(batch, *_scaled(term, scores, teacher))
+
+
+def _scaled(term: Any, student: Tensor, teacher: Tensor) -> list[Tensor]:
+    scales = {"score_scale": term.score_scale, "teacher_scale": term.teacher_scale}
+    if term.teacher_scale is None:
+        scales["teacher_scale"] = term.score_scale
+    for name, scale in scales.items():
+        check_number(name, scale, minimum=0.0, exclusive=True)
+    pairs = zip((student, teacher.to(student.dtype)), scales.values(), strict=True)
+    return [x if scale == 1.0 else scale * x for x, scale in pairs]
+
+
+def margin_mse(loss: Loss = None, *, similarity: Similarity = "cosine") -> Term:
+    """MarginMSE of the positive and each anchor's own negatives, the mean over these."""
+    return Term(loss or MarginMSELoss(), _margin_mse, similarity=similarity)
+
+
+def _margin_mse(term: Any, batch: SpladeBatch) -> Any:
+    need(batch, "negative")
+    *both, scored = taught(batch, term.similarity)
+    if scored == "positives":
+        received = list(need(batch, "teacher_scores").shape)
+        raise ValueError(f"expected `batch.teacher_scores` of negatives too, got {received}")
+    own = [own_candidates(x, batch) if scored == "all" else x for x in both]
+    sides = (x for scores in own for x in (scores[:, 0], scores[:, 1:]))
+    return term.call(batch, *sides)
+
+
+def flops(side: Side, loss: Loss = None, *, stopword_ids: TokenIds = ()) -> Term:
+    """FLOPS (``FlopsLoss`` or ``IdfFlopsLoss``) of one side, without stopwords."""
+    return Term(loss or FlopsLoss(), _activations, stopword_ids, side=side)
+
+
+def language_penalty(side: Side, loss: nn.Module) -> Term:
+    """The language penalty of one side; the loss has your allowed tokens."""
+    return Term(loss, _activations, side=side)
+
+
+def _activations(term: Any, batch: SpladeBatch) -> Any:
+    return term.call(batch, term.shown(batch.texts(term.side).activations))
+
+
+def min_activation(side: Side, loss: Loss = None, *, special_token_ids: TokenIds = ()) -> Term:
+    """Minimum activation of one side: of no more activations than a text's own tokens, if known."""
+    return Term(loss or MinActivationLoss(), _min_activation, special_token_ids, side=side)
+
+
+def _min_activation(term: Any, batch: SpladeBatch) -> Any:
+    texts = batch.texts(term.side)
+    if texts.attention_mask is None:
+        return term.call(batch, _signed(texts))
+    attended = as_mask("attention_mask", texts.attention_mask)
+    if texts.input_ids is not None and len(term.token_ids) > 0:
+        attended = attended & ~torch.isin(texts.input_ids, term.token_ids)
+    return term.call(batch, _signed(texts), attended.sum(-1))
+
+
+def self_reconstruction(side: Side, loss: Loss = None, *, special_token_ids: TokenIds = ()) -> Term:
+    """Self-reconstruction of one side; the default loss ignores special tokens."""
+    made = loss or SelfReconstructionLoss(ignore_token_ids=special_token_ids)
+    return Term(made, _self_reconstruction, side=side)
+
+
+def _self_reconstruction(term: Any, batch: SpladeBatch) -> Any:
+    texts = batch.texts(term.side)
+    return term.call(batch, _signed(texts), *_tokens(texts, term.side))
+
+
+def positive_activation(side: Side, loss: Loss = None, *, special_token_ids: TokenIds = ()) -> Term:
+    """A side's activations of its partner's tokens; the default loss ignores special tokens."""
+    made = loss or PositiveActivationLoss(ignore_token_ids=special_token_ids)
+    return Term(made, _positive_activation, side=side)
+
+
+def _positive_activation(term: Any, batch: SpladeBatch) -> Any:
+    one, other = batch[:2] if term.side == "query" else (batch.positive, batch.anchor)
+    name = "document" if term.side == "query" else "query"
+    return term.call(batch, one.activations, *_tokens(other, name))
+
+
+def _signed(texts: Texts) -> Tensor:
+    return texts.activations if texts.logits is None else texts.logits
+
+
+def _tokens(texts: Texts, side: str) -> list[Tensor]:
+    return [need(texts, name, side) for name in ("input_ids", "attention_mask")]

@@ -1,6 +1,6 @@
-"""The layers of a language model between its hidden states and its logits."""
+"""What is read from a language model: its vocabulary projection, its attention, its limit."""
 
-import copy
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -11,198 +11,261 @@ from torch import Tensor, nn
 
 # What a model makes of these in place of its projection's output tells the scale and the soft cap.
 PROBE = (-1e5, -100.0, -1.0, -1e-3, 1e-3, 1.0, 100.0, 1e5)
+# What models compute by functions between their layers.
+FUNCTIONS = (nn.GELU(), nn.GELU("tanh"), nn.ReLU(), nn.SiLU(), nn.Tanh())
 
 
 class Projection(NamedTuple):
     """The logits of a language model: ``cap(logit_scale * linear(transform(hidden)))``."""
 
     transform: nn.Module | None
-    linear: Any  # an `nn.Linear`, or PEFT's LoRA layer around it
+    linear: Any  # an `nn.Linear` or a `TiedProjection`
     logit_scale: float
     softcap: float | None  # c, where the logits are c tanh(z / c)
 
 
+class TiedProjection(NamedTuple):
+    """The product with the input embeddings at the end of a layer, which adds its own bias."""
+
+    layer: Any
+    embeddings: Any
+
+    @property
+    def weight(self) -> Any:
+        """The matrix of the embeddings."""
+        return self.embeddings.weight
+
+    @property
+    def bias(self) -> Any:
+        """The bias of the layer."""
+        return self.layer.bias
+
+
 def unwrapped(model: Any) -> Any:
-    """Return the model of transformers inside a ``PeftModel``, which has the adapters in it."""
+    """Return the model of transformers inside ``torch.compile`` and a ``PeftModel``."""
+    model = getattr(model, "_orig_mod", model)
     if not hasattr(model, "get_base_model"):
         return model
     if model.active_peft_config.is_prompt_learning:
         kind = model.active_peft_config.peft_type.value
         raise TypeError(f"expected adapters inside the layers, such as LoRA, got {kind}")
-    return model.get_base_model()
+    return unwrapped(model.get_base_model())
 
 
 def projection_of(model: Any) -> Any:
-    """Return the vocabulary projection that a model uses now, or ``None``."""
-    layer = getattr(unwrapped(model), "get_output_embeddings", lambda: None)()
-    return _active(layer)
+    """Return the vocabulary projection that a model uses now; ``==`` tells whether two are one."""
+    model = unwrapped(model)
+    layer: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if hasattr(layer, "modules_to_save"):  # PEFT trains a copy
+        is_used = layer.active_adapters and not layer.disable_adapters
+        copies, original = layer.modules_to_save, layer.original_module
+        layer = copies[layer.active_adapters[0]] if is_used else original
+    rows = getattr(layer, "out_features", None)
+    if rows not in (None, getattr(model.config.get_text_config(), "vocab_size", rows)):
+        for module in model.modules():  # DeBERTa names another layer, beside the logits' bias
+            bias = getattr(module, "bias", None)
+            if layer in module.children() and isinstance(bias, Tensor) and len(bias) != rows:
+                return TiedProjection(module, model.get_input_embeddings())
+    return layer
 
 
 def head_of(model: Any) -> Projection:
     """Return the layers of a masked or causal language model after its hidden states.
 
     Architectures name these layers differently, and some apply an activation in code. So the model
-    reads eight tokens while hooks record the modules that run after the encoder. The result shares
-    their parameters, and its output is compared with that of the model's own projection, whose
-    place known numbers then take: the logits show what the model does with them.
+    reads eight tokens while hooks record the layers after its encoder. They are followed from the
+    input of the projection back to the hidden states, and compute again what the model computed.
+    Known numbers take the place of the projection's output: the logits show what follows it.
+
+    Raises:
+        TypeError: if the logits are computed in another way, which the message names.
     """
     model = unwrapped(model)
     base = getattr(model, "base_model", None)
-    layer = getattr(model, "get_output_embeddings", lambda: None)()
-    if not isinstance(base, nn.Module) or base is model or layer is None:
+    linear = projection_of(model) if isinstance(base, nn.Module) else None
+    if linear is None:
         raise TypeError(
             "expected `model` to be a masked or causal language model of transformers, such as "
             f"AutoModelForMaskedLM loads, got {type(model).__name__}"
         )
-    linear = _active(layer)
-    weight = getattr(linear, "weight", None)
-    if not isinstance(getattr(linear, "base_layer", linear), nn.Linear):
-        raise _unknown(model, f"its output embeddings are a {type(linear).__name__}")
+    weight, kind = getattr(linear, "weight", None), type(linear).__name__
+    is_tied = isinstance(linear, TiedProjection)
+    embeddings = model.get_input_embeddings()
+    if hasattr(linear, "base_layer") or (
+        hasattr(embeddings, "base_layer") and embeddings.weight is weight
+    ):
+        why = "adapters on its output embeddings, or on input embeddings that are tied to them"
+        instead = "Adapt other layers, or train a copy of the output by PEFT's `modules_to_save`"
+        raise _unknown(model, f"it has {why}, which merging them would change too", instead)
+    if base is model:
+        raise _unknown(model, "its `base_model` is the model itself")
+    if not is_tied and not isinstance(linear, nn.Linear):
+        raise _unknown(model, f"its output embeddings are a {kind}")
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.ndim != 2:
-        raise _unknown(model, f"its output embeddings are quantised, a {type(linear).__name__}")
-
-    called: list[nn.Module] = []
-    states: list[Tensor] = []
-    outputs: list[Tensor] = []
-
-    def probed(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        outputs.append(output)
-        return torch.tensor(PROBE, device=output.device)[:, None].expand(output.shape).clone()
-
-    hooks = [
-        child.register_forward_hook(lambda module, args, output: called.append(module))
-        for child in model.children()
-    ]
-    hooks.append(base.register_forward_hook(lambda module, args, output: states.append(output[0])))
-    hooks.append(layer.register_forward_hook(probed))
-    tokens = torch.ones(1, len(PROBE), dtype=torch.int64, device=linear.weight.device)
+        raise _unknown(model, f"its output embeddings are quantised, a {kind}")
+    layer = linear.layer if is_tied else linear
     try:
-        with torch.no_grad(), evaluating(model):
-            logits = model(input_ids=tokens, attention_mask=tokens, return_dict=True).logits
+        with evaluating(model):
+            hidden, calls, logits = _recorded(model, weight, None if is_tied else layer)
     except Exception as error:
         raise _unknown(model, f"it does not read eight tokens ({error})") from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-    layers = called[called.index(base) + 1 :] if base in called else []
-    if not layers or not outputs or layer not in set(layers[-1].modules()):
-        raise _unknown(model, "its output embeddings do not come last")
-    last = layers.pop()
-    if last is not layer:
-        layers.append(_without(last, layer))
+    at = next((i for i, call in enumerate(calls) if call[0] is layer), None)
+    if at is None:
+        raise _unknown(model, "its output embeddings are not a layer after its hidden states")
+    _, source, output = calls[at]
+    layers = _chain(calls, hidden, calls[at - 1][2] if is_tied else source)
+    scale, softcap = (1.0, None) if is_tied else _after_projection(logits)
+    if layers is None and source.shape == hidden.shape and linear.bias is None:
+        factor = (source / hidden).nanmedian().item()  # MiniCPM divides by a constant here
+        layers, hidden, scale = [], hidden * factor, scale and float(f"{scale * factor:.6g}")
     transform = nn.Sequential(*layers) if layers else None
     try:
         with torch.no_grad(), evaluating(model):
-            transformed = states[-1] if transform is None else transform(states[-1])
-            output = nnf.linear(transformed, adapted_weight(linear), linear.bias)
-    except Exception as error:  # a layer does more with the projection than call it
-        raise _unknown(model, f"without its output embeddings it fails ({error})") from error
-    if not _agree(output, outputs[-1]):
-        raise _unknown(model, "its output embeddings give no product with the states before them")
-    scale, softcap = _after_projection(logits)
-    if scale is None:
+            states = hidden if transform is None else transform(hidden)
+            is_known = _same(nnf.linear(states, weight, linear.bias), output)
+    except (RuntimeError, TypeError):  # its layers take more than hidden states
+        is_known = False
+    if layers is None or not is_known:
+        raise _unknown(model, "its output embeddings give no product with its hidden states")
+    follows = not torch.equal(output, logits) if is_tied else logits.requires_grad
+    if scale is None or follows:
         raise _unknown(model, "its logits are not the output of its output embeddings")
     return Projection(transform, linear, scale, softcap)
 
 
-def check_bidirectional(model: Any) -> None:
-    """Raise if a causal language model does not attend to later positions as its config says."""
-    tokens = torch.ones(2, 3, dtype=torch.int64, device=next(model.parameters()).device)
-    tokens[1, -1] = 0
-    with torch.no_grad(), evaluating(model):
-        states = model.base_model(tokens, attention_mask=torch.ones_like(tokens))[0]
-    if torch.equal(states[0, 0], states[1, 0]):
-        raise ValueError(
-            f"expected a {type(model).__name__} that attends both ways by `config.is_causal`, got "
-            "an older one: upgrade transformers, or pass bidirectional=False"
+def _recorded(model: Any, weight: Tensor, probed: Any) -> tuple[Tensor, list[Any], Tensor]:
+    """Return hidden states, calls of layers (layer, input, output) in order, and logits.
+
+    In place of the output of ``probed`` the model gets ``PROBE``.
+    """
+    base, calls = model.base_model, []
+    probe = torch.tensor(PROBE, dtype=torch.float32, device=weight.device)[:, None]
+    tokens = torch.arange(len(PROBE), device=weight.device)[None] % len(weight)
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)} | without_cache(base)
+
+    def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if tensors and isinstance(output, Tensor):
+            calls.append((module, tensors[0], output))
+        return probe.expand(output.shape).clone() if module is probed else None
+
+    inside = {model, *base.modules()}
+    outside = [module for module in model.modules() if module not in inside]
+    hooks = [module.register_forward_hook(record, with_kwargs=True) for module in outside]
+    try:
+        return base(**inputs)[0], calls, model(**inputs, return_dict=True).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _chain(calls: list[Any], start: Tensor, end: Tensor) -> list[nn.Module] | None:
+    """Return the layers and functions that lead from ``start`` to ``end``, ``None``: unknown."""
+    layers: list[nn.Module] = []
+    while not _same(start, end):
+        # An outer module is recorded after those inside it.
+        steps = (
+            (source, [module] if function is None else [module, function])
+            for function in (None, *FUNCTIONS)
+            for module, source, output in reversed(calls)
+            if _same(function(output) if function else output, end) and not _same(source, end)
         )
+        end, step = next(steps, (start, []))
+        if not step or len(layers) > len(calls):
+            return None
+        layers = [*step, *layers]
+    return layers
 
 
-def _agree(actual: Tensor, expected: Tensor) -> bool:
+def _same(actual: Tensor, expected: Tensor) -> bool:
+    if actual.shape != expected.shape or not expected.is_floating_point():
+        return False
     rounding = 1e-4 if actual.element_size() > 2 else 3e-2
     size = expected.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
-    return actual.shape == expected.shape and torch.allclose(
-        actual.to(expected.dtype), expected, rtol=0.0, atol=rounding * size, equal_nan=True
-    )
+    actual = actual.to(expected.dtype)
+    return torch.allclose(actual, expected, rtol=0.0, atol=rounding * size, equal_nan=True)
 
 
 def _after_projection(logits: Tensor) -> tuple[float | None, float | None]:
     """Return the scale and the soft cap that turn ``PROBE`` into ``logits``; ``None``: others."""
-    probe = torch.tensor(PROBE, dtype=torch.float64)
-    found = logits[0, :, 0].double().cpu()
+    probe = torch.tensor(PROBE, dtype=torch.float64, device="cpu")
+    found = logits[0, :, 0].detach().double().cpu()
     scale, largest = (found[4] / probe[4]).item(), found[-1].item()
     expected, softcap = scale * probe, None
     if scale > 0 and largest < 0.99 * expected[-1].item():
-        softcap = largest
-        expected = softcap * (expected / softcap).tanh()
+        softcap = float(f"{largest:.6g}")
+        expected = largest * (expected / largest).tanh()
     every = found[:, None].expand(logits.shape[1:]).to(logits)
     relative = torch.allclose(found, expected, rtol=1e-3, atol=0.0)
     if scale <= 0 or not relative or not torch.equal(logits[0], every):
         return None, None
-    return float(f"{scale:.6g}"), None if softcap is None else float(f"{softcap:.6g}")
-
-
-def _active(layer: Any) -> Any:
-    """Return the trained copy of a layer that PEFT trains as a whole (``modules_to_save``)."""
-    if not hasattr(layer, "modules_to_save"):
-        return layer
-    if not layer.active_adapters or layer.disable_adapters:
-        return layer.original_module
-    return layer.modules_to_save[layer.active_adapters[0]]
+    return float(f"{scale:.6g}"), softcap
 
 
 def adapted_weight(linear: Any) -> Tensor:
-    """Return the weight of the projection with its LoRA adapters, ``W + scaling * B A``.
-
-    Raises:
-        TypeError: for adapters whose output is no product with a matrix.
-    """
-    weight: Tensor = linear.weight  # PEFT's layer gives that of its base layer
-    if not hasattr(linear, "base_layer"):
-        return weight
-    if not hasattr(linear, "lora_A"):
-        raise TypeError(
-            "expected LoRA as the only adapter of the output embeddings, got a "
-            f"{type(linear).__module__}.{type(linear).__name__}"
-        )
-    if linear.disable_adapters or linear.merged:
-        return weight
-    for name in linear.active_adapters:
-        if name not in linear.lora_A:
-            continue
-        dropout = getattr(linear.lora_dropout[name], "p", 0.0)
-        for option, is_used in (
-            (f"lora_dropout={dropout}", dropout > 0),
-            ("DoRA or another variant", name in linear.lora_variant),
-            ("lora_bias", linear.lora_B[name].bias is not None),
-        ):
-            if is_used:
-                raise TypeError(
-                    "expected plain LoRA on the output embeddings, whose product with the hidden "
-                    f"states is part of the head, got {option}"
-                )
-        weight = weight + linear.get_delta_weight(name)
+    """Return the weight of a projection."""
+    weight: Tensor = linear.weight
     return weight
 
 
-def _unknown(model: object, why: str) -> TypeError:
+def _unknown(model: object, why: str, instead: str = "") -> TypeError:
+    by_hand = "Pass the layers of such a model yourself: SpladeHead(weight, bias, transform=layers)"
     return TypeError(
         f"expected a language model with known layers, got {type(model).__name__}: {why}. "
-        "Pass the layers of such a model yourself: SpladeHead(weight, bias, transform=layers)"
+        f"{instead or by_hand}"
     )
 
 
-def _without(module: nn.Module, projection: nn.Module) -> nn.Module:
-    """Return ``module`` without ``projection``; all other parts are the same objects."""
-    if module is projection:
-        return nn.Identity()
-    for name, child in module.named_children():
-        if projection in set(child.modules()):
-            twin = copy.copy(module)
-            twin._modules = {**module._modules, name: _without(child, projection)}
-            return twin
-    raise AssertionError("expected `projection` inside `module`")
+def set_attention(model: Any, *, bidirectional: bool) -> None:
+    """Make a causal model attend both ways, or again one way; a masked one is left as it is.
+
+    Raises:
+        ValueError: if a model stays causal.
+    """
+    config = model.config.get_text_config()
+    before = getattr(config, "is_causal", True)
+    if not bidirectional and before is False:
+        config.is_causal = True
+    elif bidirectional and _is_causal(model):
+        config.is_causal = False
+        try:
+            why = "that stays causal" if _is_causal(model) else ""
+        except Exception as error:
+            why = f"that fails ({error})"
+        if why:
+            config.is_causal = before
+            raise ValueError(
+                f"expected a {type(model).__name__} that attends both ways with "
+                f"`config.is_causal = False`, got one {why}, as this architecture or an older "
+                "transformers does: upgrade transformers, or pass bidirectional=False"
+            )
+
+
+def _is_causal(model: Any) -> bool:
+    """Return whether the first of eight positions ignores all others."""
+    base, states = model.base_model, []
+    first = torch.arange(8, device=next(model.parameters()).device)[None] % 4
+    with torch.no_grad(), evaluating(model):
+        for ids in (first, first + (first.cumsum(1) > 0)):  # the same first token, other ones
+            mask = torch.ones_like(ids)
+            states.append(base(input_ids=ids, attention_mask=mask, **without_cache(base))[0][0, 0])
+    return torch.equal(*states)
+
+
+def without_cache(base: Any) -> dict[str, Any]:
+    """Return the input that keeps a decoder from storing keys and values."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(base.forward).parameters else {}
+
+
+def position_limits(model: Any) -> list[int]:
+    """Return the numbers of positions that a model knows, none if any length will do."""
+    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0]
+    for name, module in model.named_modules():
+        weight, first = getattr(module, "weight", None), getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and isinstance(weight, Tensor):
+            # RoBERTa and its descendants number positions from the padding index on.
+            limits.append(len(weight) - (0 if first is None else first + 1))
+    return [limit for limit in limits if limit > 0]
 
 
 @contextmanager

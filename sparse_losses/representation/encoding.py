@@ -1,6 +1,6 @@
 """From texts to sparse vectors on the CPU: batches, the entries of vectors, and their formats."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,19 +9,43 @@ from torch import Tensor
 from sparse_losses._core.checks import check_integer, check_number
 from sparse_losses.fast.sparse import csr
 
+Entries = tuple[Tensor, Tensor]  # ids and weights of a vector
 
-def batches(texts: Sequence[str], batch_size: int) -> list[list[int]]:
-    """Return the numbers of the texts of each batch; texts of similar length share a batch."""
+
+def token_ids(tokenizer: Any, texts: Sequence[str], device: Any, **options: Any) -> dict[str, Any]:
+    """Return ``input_ids`` and ``attention_mask`` ``[B, S]``, padded, on a device."""
+    check_texts(texts)
+    batch = tokenizer(list(texts), padding=True, **options)
+    names = ("input_ids", "attention_mask")
+    return {name: torch.tensor(batch[name], dtype=torch.int64, device=device) for name in names}
+
+
+def batches(
+    texts: Sequence[str], batch_size: int, show_progress: bool | None = False, **bar: Any
+) -> Iterator[list[int]]:
+    """Return the numbers of the texts of each batch; texts of similar length share a batch.
+
+    ``show_progress`` shows a progress bar of tqdm, ``None`` in a terminal; ``bar`` are its options.
+    """
     check_texts(texts)
     check_integer("batch_size", batch_size, minimum=1)
     # The longest texts come first, so that an out-of-memory error occurs at once.
     order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-    return [order[first : first + batch_size] for first in range(0, len(texts), batch_size)]
+    parts = [order[first : first + batch_size] for first in range(0, len(texts), batch_size)]
+    disable = None if show_progress is None else not show_progress
+    return _watched(parts, {"desc": "Encoding", "disable": disable, "total": len(texts), **bar})
 
 
-def entries_of(
-    vectors: Tensor, numbers: Sequence[int] | None = None
-) -> list[tuple[Tensor, Tensor]]:
+def _watched(parts: Sequence[list[int]], options: dict[str, Any]) -> Iterator[list[int]]:
+    from tqdm.auto import tqdm
+
+    with tqdm(unit="text", **options) as progress:
+        for numbers in parts:
+            yield numbers
+            progress.update(len(numbers))
+
+
+def entries_of(vectors: Tensor, numbers: Sequence[int] | None = None) -> list[Entries]:
     """Return ids (ascending) and weights of each vector's positive entries, on the CPU.
 
     An error about a vector that is not finite names its row, or its number among ``numbers``.
@@ -40,7 +64,7 @@ def entries_of(
 
 def pruned(
     ids: Tensor, weights: Tensor, prune_ratio: float | None, max_active_dims: int | None
-) -> tuple[Tensor, Tensor]:
+) -> Entries:
     """Return the entries of at least ``prune_ratio`` times the largest weight, and the largest.
 
     Of equal weights at the end of ``max_active_dims`` that of the smaller id is kept.
@@ -54,6 +78,19 @@ def pruned(
     return ids, weights
 
 
+def top_of_vectors(
+    vectors: Tensor, k: int, tokenizer: Any, vocab_size: int
+) -> list[dict[str, float]]:
+    """Return the largest weights by token of floating vectors ``[N, V]``, dense or sparse."""
+    if not vectors.is_floating_point():
+        raise TypeError(f"expected vectors to be floating point, got {vectors.dtype}")
+    if vectors.ndim != 2 or vectors.shape[1] != vocab_size:
+        expected, received = f"[N, V] with V = {vocab_size}", list(vectors.shape)
+        raise ValueError(f"expected vectors of shape {expected}, got {received}")
+    entries = entries_of(vectors.detach())
+    return [named(tokenizer, *pruned(*each, None, k)) for each in entries]
+
+
 def check_pruning(prune_ratio: float | None, max_active_dims: int | None) -> None:
     """Raise unless these are a number in [0, 1) and an integer >= 1, or ``None``."""
     if prune_ratio is not None:
@@ -64,19 +101,19 @@ def check_pruning(prune_ratio: float | None, max_active_dims: int | None) -> Non
         check_integer("max_active_dims", max_active_dims, minimum=1)
 
 
-def collected(
-    vectors: Sequence[tuple[Tensor, Tensor]], output: str, tokenizer: Any, vocab_size: int
-) -> Any:
+def collected(vectors: Sequence[Entries], output: str, tokenizer: Any, vocab_size: int) -> Any:
     """Return the entries of vectors as ``output``: ``"csr"``, ``"dense"`` or ``"tokens"``."""
     if output == "tokens":
         return [named(tokenizer, *entries) for entries in vectors]
-    counts = torch.tensor([len(ids) for ids, _ in vectors]).long()
-    rows = torch.arange(len(vectors)).repeat_interleave(counts)
-    empty = (torch.empty(0, dtype=torch.int64), torch.empty(0))
+    # On the CPU and in fp32, whatever the default device and dtype are.
+    counts = torch.tensor([len(ids) for ids, _ in vectors], dtype=torch.int64, device="cpu")
+    rows = torch.arange(len(vectors), device="cpu").repeat_interleave(counts)
+    empty = counts.new_empty(0), torch.empty(0, dtype=torch.float32, device="cpu")
     ids, weights = (torch.cat(parts) for parts in zip(empty, *vectors, strict=True))
     if output == "csr":
         return csr(rows, ids, weights, (len(vectors), vocab_size))
-    return torch.zeros(len(vectors), vocab_size).index_put_((rows, ids), weights)
+    dense = weights.new_zeros(len(vectors), vocab_size)
+    return dense.index_put_((rows, ids), weights)
 
 
 def named(tokenizer: Any, ids: Tensor, weights: Tensor) -> dict[str, float]:
@@ -96,9 +133,8 @@ def check_finite(values: Tensor, numbers: Sequence[int]) -> None:
     """Raise an error that names a text whose row is not finite."""
     wrong = (~values.isfinite()).any(1).nonzero()[:, 0]
     if len(wrong):
-        raise ValueError(
-            f"expected finite activations, got others in text {numbers[int(wrong[0])]}"
-        )
+        number = numbers[int(wrong[0])]
+        raise ValueError(f"expected finite activations, got others in text {number}")
 
 
 def check_texts(texts: object) -> None:

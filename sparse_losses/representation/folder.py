@@ -1,13 +1,11 @@
 """The folder of a ``SpladeEncoder``: of transformers, of sentence-transformers, and our two files.
 
-It is replaced file by file, our settings last, so that a folder that was written in part does not
-load. Errors about damaged files name the folder.
+What a folder of sentence-transformers says is applied, or refused by the name of its key.
 """
 
 import json
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,84 +19,50 @@ from sparse_losses._core.activation import Activation
 from sparse_losses._core.extras import from_extra
 from sparse_losses.representation._language_model import unwrapped
 
-# Our files in the folder of the masked language model, and their version.
+# Our files in the folder of the language model, and their version.
 SETTINGS, TENSORS, FORMAT = "sparse_losses.json", "sparse_losses.safetensors", 1
 # Options that the loaders of models, tokenizers and files all take.
 HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
-# Files and modules of sentence-transformers; versions 5 and 6 both know these names.
-MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
-ROUTER = "router_config.json"
-THEIRS = "sentence_transformers.sparse_encoder.models"
-KNOWN = {"MLMTransformer", "Transformer", "SpladePooling", "IdfWeights", "UnsupportedEncoder"}
+# Files of sentence-transformers, and its modules by names that its versions 5 and 6 both know.
+MODULES, ENCODER, ROUTER = "modules.json", "config_sentence_transformers.json", "router_config.json"
+TRANSFORMER, THEIRS = "sentence_bert_config.json", "sentence_transformers.sparse_encoder.models"
+# What its files may say of a fill-mask model and its pooling, by key; anything is applied to
+# `None`, or changes no vector. Other values and other keys are refused.
+KEYS: dict[str, tuple[Any, ...] | None] = {
+    "transformer_task": ("fill-mask",),
+    "modality_config": ({"text": {"method": "forward", "method_output_name": "logits"}},),
+    "module_output_name": ("token_embeddings",),
+    "processing_kwargs": ({}, None),
+    "query_expansion": (None,),
+    "tokenizer_name_or_path": (None,),
+    "pooling_strategy": ("max",),
+    "activation_function": get_args(Activation),
+    **dict.fromkeys(("max_seq_length", "do_lower_case", "query_length", "document_length")),
+    **dict.fromkeys(("model_kwargs", "config_kwargs", "processor_kwargs")),
+    **dict.fromkeys(("model_args", "config_args", "tokenizer_args")),
+    **dict.fromkeys(("unpad_inputs", "embedding_dimension", "word_embedding_dimension")),
+    "chunk_size": None,
+}
 LINEAR = "sparse_linear.pt"  # BGE-M3's layer from a hidden state to its token's weight
 ADAPTER = "adapter_config.json"  # PEFT's file
-CARD = "README.md"  # for the Hub; its last line says whose it is
+# What transformers and PEFT write, and would read in place of other files of a new model.
+STALE = ("model.safetensors", "model.safetensors.index.json", ADAPTER, "adapter_model.safetensors")
 OWN = "<!-- save_pretrained writes this file: remove this line to keep your changes -->"
+CARD = """---
+library_name: {library}
+tags: [sparse-encoder, splade, sparse-losses, feature-extraction]
+base_model: {base}
+---
+# {name}
+A sparse encoder, saved by sparse-losses: a {kind}. `SpladeEncoder.from_pretrained("{name}")` of
+`sparse_losses` loads it. With sentence-transformers: {theirs}.
+
+{own}
+"""
 
 
-class IdfWeights(nn.Module):
-    """A module of a ``SparseEncoder`` that multiplies the vectors with one weight per token.
-
-    Load it with ``SparseEncoder(folder, trust_remote_code=True)``, which sentence-transformers
-    requires for modules of other packages.
-
-    Args:
-        vocab_size: size of the vocabulary, V.
-
-    Examples:
-        >>> import torch
-        >>> from sparse_losses.integrations.sentence_transformers import IdfWeights
-        >>> idf_weights = IdfWeights(3)
-        >>> idf_weights.weight.copy_(torch.tensor([1.0, 0.0, 0.5]))
-        tensor([1.0000, 0.0000, 0.5000])
-        >>> idf_weights({"sentence_embedding": torch.ones(1, 3)})["sentence_embedding"]
-        tensor([[1.0000, 0.0000, 0.5000]])
-    """
-
-    # It has the methods of sentence-transformers' `Module` without importing it; `integrations`
-    # registers it as one.
-    weight: Tensor
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.ones(vocab_size))
-
-    def forward(self, features: dict[str, Any], **options: Any) -> dict[str, Any]:
-        """Return the features with a weighted ``sentence_embedding`` ``[B, V]``."""
-        features["sentence_embedding"] = features["sentence_embedding"] * self.weight
-        return features
-
-    def get_embedding_dimension(self) -> int:
-        """Return V."""
-        return len(self.weight)
-
-    def get_config_dict(self) -> dict[str, Any]:
-        """Return the constructor's arguments."""
-        return {"vocab_size": len(self.weight)}
-
-    def on_model_ready(self, model: Any) -> None:
-        """Do nothing; sentence-transformers calls it once the model is complete."""
-
-    def save(self, output_path: str | os.PathLike[str], *args: Any, **options: Any) -> None:
-        """Write ``config.json`` and the weights."""
-        from safetensors.torch import save_file
-
-        folder = Path(output_path)
-        _write_json(folder / "config.json", self.get_config_dict())
-        save_file({"weight": self.weight.contiguous()}, folder / "model.safetensors")
-
-    @classmethod
-    def load(cls, model_name_or_path: str, **options: Any) -> "IdfWeights":
-        """Load a module that ``save`` or ``SpladeEncoder.save_pretrained`` wrote."""
-        folder = Folder(model_name_or_path, cache_dir=options.get("cache_folder"), **options)
-        weight = folder.tensors("model.safetensors")["weight"]
-        module = cls(len(weight))
-        module.weight.copy_(weight)
-        return module
-
-
-class UnsupportedEncoder(nn.Module):
+class UnsupportedEncoder:
     """The module entry of a saved encoder that sentence-transformers has no modules for."""
 
     @classmethod
@@ -106,9 +70,12 @@ class UnsupportedEncoder(nn.Module):
         """Raise an error that names the loader."""
         raise ValueError(
             f"{model_name_or_path} is a SpladeEncoder of a kind for which sentence-transformers "
-            "has no modules (decoder model, own settings of the pooling, or no expansion): load it "
-            "with SpladeEncoder.from_pretrained"
+            "has no modules: load it with SpladeEncoder.from_pretrained"
         )
+
+
+class _RefusedError(ValueError):
+    """A folder that is whole, and says what is not applied."""
 
 
 @contextmanager
@@ -116,7 +83,7 @@ def named_damage(name: str, errors: tuple[type[Exception], ...] = (Exception,)) 
     """Name the folder in errors about damaged files, which come in many types."""
     try:
         yield
-    except (OSError, ImportError):
+    except (OSError, ImportError, _RefusedError):
         raise
     except errors as error:
         raise OSError(f"{name} is damaged: {error!r}") from error
@@ -146,6 +113,9 @@ class Folder:
 
     def inside(self, path: str) -> "Folder":
         """Return the folder at a path in this one."""
+        place = PureWindowsPath(path)  # it knows both kinds of slashes
+        if place.anchor or ".." in place.parts:
+            raise ValueError(f"expected paths inside it in {MODULES}, got {path!r}")
         subfolder = "/".join(filter(None, (self.hub.get("subfolder"), path)))
         return Folder(self.name, **{**self.hub, "subfolder": subfolder})
 
@@ -158,139 +128,162 @@ class Folder:
         """Return the tensors of a file, which the folder must have."""
         from safetensors.torch import load_file
 
-        tensors: dict[str, Tensor] = load_file(self.find(file, required=True))
+        tensors: dict[str, Tensor] = load_file(self.find(file, required=True), device="cpu")
         return tensors
 
-    def modules(self, side: str) -> dict[str, str]:
-        """Return paths of sentence-transformers' modules by kind, in a ``Router`` of a side."""
+    def modules(self, side: str) -> dict[str, "Folder"]:
+        """Return folders of sentence-transformers' modules by kind, of a ``Router`` one side's."""
         with named_damage(self.name):
-            types = {entry["path"]: entry["type"] for entry in self.json(MODULES)}
-            if [kind.rsplit(".", 1)[-1] for kind in types.values()] == ["Router"]:
-                config = self.json(ROUTER, required=True)
-                types = {path: config["types"][path] for path in config["structure"][side]}
-            for path in types:
-                place = PureWindowsPath(path)  # it knows both kinds of slashes
-                if place.anchor or ".." in place.parts:
-                    raise ValueError(f"expected paths inside it in {MODULES}, got {path!r}")
-            return {kind.rsplit(".", 1)[-1]: path for path, kind in types.items()}
+            chain = [(x["type"].rsplit(".", 1)[-1], x["path"]) for x in self.json(MODULES)]
+            if chain and chain[0][0] == "Router":
+                at = chain[0][1]
+                config = self.inside(at).json(ROUTER, required=True)
+                routes = config.get("parameters", {}).get("route_mappings") or {}
+                tasks = ((side, "text"), (side, None), (None, "text"), (None, None))
+                route = next((routes[str(x)] for x in tasks if str(x) in routes), side)
+                names = config["structure"][route]
+                kinds = [config["types"][name].rsplit(".", 1)[-1] for name in names]
+                paths = [f"{at}/{name}" if at else name for name in names]
+                chain[:1] = zip(kinds, paths, strict=True)
+            return {kind: self.inside(path) for kind, path in chain}
 
-    def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return settings and tensors: ours, or those that sentence-transformers' modules tell.
+    def said(self) -> dict[str, Any]:
+        """Return what sentence-transformers' files tell its modules, and the model's place.
 
-        Raises:
-            ValueError: if the modules compute anything else than a ``SpladeEncoder`` does.
+        A ``ValueError`` names what a ``SpladeEncoder`` does not compute.
         """
         modules = self.modules("document")
-        settings: dict[str, Any] = {}
-        tensors: dict[str, Tensor] = {}
-        pooling = {"pooling_strategy": "max", "activation_function": "relu"}
-        with named_damage(self.name):
-            if "SpladePooling" in modules:
-                pooling |= self.json(f"{modules['SpladePooling']}/config.json")
-            if "IdfWeights" in modules:
-                weights = self.tensors(f"{modules['IdfWeights']}/model.safetensors")
-                tensors["idf_weights"] = weights["weight"]
-            prompt = self.json(PROMPTS).get("default_prompt_name")
-            if "UnsupportedEncoder" in modules or self.find(SETTINGS) or self.find(TENSORS):
-                settings, tensors = self.json(SETTINGS, required=True), self.tensors(TENSORS)
-                if settings["format"] != FORMAT:
-                    raise ValueError(f"expected format {FORMAT}, got {settings['format']!r}")
-                parts = {name for name in ("gate", "idf_weights") if settings[name]}
-                parts |= set() if settings["expansion"] else {"importance"}
-                if {name.split(".")[0] for name in tensors} != parts:
-                    raise ValueError(f"{SETTINGS} and {TENSORS} do not belong together")
-        strategy, activation = pooling["pooling_strategy"], pooling["activation_function"]
-        if strategy != "max" or activation not in get_args(Activation):
-            raise ValueError(
-                f"expected {self.name} to have the pooling_strategy 'max' and the "
-                "activation_function 'relu' or 'log1p_relu', "
-                f"got {strategy!r} and {activation!r}"
-            )
-        if others := modules.keys() - KNOWN:
-            got = ", ".join(sorted(others))
+        said: dict[str, Any] = {"place": next(iter(modules.values()), self)}
+        if list(modules) in ([], ["UnsupportedEncoder"]):
+            return said | {"model_kwargs": {}, "config_kwargs": {}, "processor_kwargs": {}}
+        kinds = [["MLMTransformer", "SpladePooling"], ["Transformer", "SpladePooling"]]
+        if list(modules) not in kinds:
+            got = ", ".join(modules)
             raise ValueError(f"expected {self.name} to have known modules only, got {got}")
-        if prompt:
-            warnings.warn(
-                f"{self.name} has the default prompt {prompt!r} for sentence-transformers: prepend "
-                "it to the texts yourself",
-                stacklevel=3,
-            )
-        return {"activation": activation, **settings}, tensors
+        with named_damage(self.name):
+            task = {"transformer_task": "feature-extraction"} if "Transformer" in modules else {}
+            said |= {**task, **said["place"].json(TRANSFORMER)}
+            said |= modules["SpladePooling"].json("config.json")
+            for key, value in said.items():
+                allowed = KEYS.get(key, ()) if key != "place" else None
+                if allowed is not None and value not in allowed:
+                    known = " or ".join(map(repr, allowed)) or "no such key"
+                    what = f"{self.name} to have {key} = {known}"
+                    raise _RefusedError(f"expected {what}, got {value!r}")
+            sides = {said.get("query_length"), said.get("document_length")}
+            if len(sides) > 1:
+                what = f"{self.name} to have one query_length and document_length"
+                raise _RefusedError(f"expected {what}, got {sides}")
+            for key in ("model", "config", "processor"):
+                old = f"{key}_args".replace("processor", "tokenizer")
+                given = said.get(old) or said.get(f"{key}_kwargs") or {}
+                # Whom to trust is the caller's to say, as there.
+                said[f"{key}_kwargs"] = {k: x for k, x in given.items() if k != "trust_remote_code"}
+            limits = (*sides, said.get("max_seq_length"))
+            limits += (said["processor_kwargs"].get("model_max_length"),)
+            said["max_length"] = min((x for x in limits if x), default=None)
+        return said
+
+    def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return settings and tensors: ours, or those that sentence-transformers' files tell."""
+        said, tensors = self.said(), {}
+        with named_damage(self.name):
+            encoder = self.json(ENCODER)
+            settings = {"activation": said.get("activation_function", "relu")}
+            settings["max_active_dims"] = encoder.get("max_active_dims")
+            if "UnsupportedEncoder" in self.modules("document") or any(
+                self.find(file) for file in (SETTINGS, TENSORS)
+            ):
+                settings, tensors = self.json(SETTINGS, required=True), self.tensors(TENSORS)
+                if settings.pop("format") != FORMAT:
+                    raise ValueError(f"expected format {FORMAT}")
+                limits = (settings["max_length"], said.get("max_length"))
+                settings["max_length"] = min((x for x in limits if x), default=None)
+            if any((encoder.get("prompts") or {}).values()):
+                settings["prompts"] = encoder["prompts"]
+            self._warn_of_differences(encoder, said["place"])
+        return settings, tensors
+
+    def _warn_of_differences(self, encoder: dict[str, Any], place: "Folder") -> None:
+        similarity, prompt = encoder.get("similarity_fn_name"), encoder.get("default_prompt_name")
+        kind, queries = next(iter(self.modules("query").items()), ("", place))
+        is_other = queries.hub != place.hub and "Static" not in kind
+        for applies, text in (
+            (similarity not in (None, "dot"), f"compares vectors by {similarity}, not by products"),
+            (prompt, f"has the default prompt {prompt}, for texts without a side"),
+            (is_other, f"encodes queries by another {kind}, which is not loaded"),
+        ):
+            if applies:
+                warnings.warn(f"{self.name} {text}, in sentence-transformers", stacklevel=4)
 
     def read_linear(self, layer: nn.Module) -> dict[str, Tensor]:
         """Return the state of BGE-M3's layer for a layer of its kind, empty without its file."""
         path = self.find(LINEAR) if isinstance(layer, nn.Linear) else None
-        if path is None:
-            return {}
-        state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-        return state
+        options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
+        return {} if path is None else torch.load(path, **options)
 
     def read_model(self, *, has_logits: bool, **options: Any) -> tuple[Any, Any]:
-        """Return the language model, with adapters as a ``PeftModel``, and its tokenizer.
-
-        Warns:
-            UserWarning: if weights are missing.
-        """
+        """Return the language model, with adapters as a ``PeftModel``, and its tokenizer."""
         from safetensors import SafetensorError
-        from transformers import AutoTokenizer
-        from transformers.utils import logging
+        from transformers import AutoConfig, AutoTokenizer
 
-        if place := next(iter(self.modules("document").values()), ""):
-            inside = self.inside(place)
-            return inside.read_model(has_logits=has_logits, **{**options, **inside.hub})
-        adapter = self.json(ADAPTER)
-        name, where = self.name, self.hub
-        if not adapter and os.path.isdir(self.name):
-            self.find("config.json", required=True)
-        elif adapter:
+        said = self.said()
+        place, remote = said["place"], {"trust_remote_code": options.get("trust_remote_code")}
+        adapter = place.json(ADAPTER)
+        name, where = self.name, place.hub
+        if adapter:
             name, where = adapter["base_model_name_or_path"], {}
             if not name:
                 raise OSError(f"expected {ADAPTER} of {self.name} to name its base model")
-            options = {key: value for key, value in options.items() if key not in HUB}
-        remote = {"trust_remote_code": options.get("trust_remote_code")}
-        verbosity = logging.get_verbosity()
-        if not has_logits:  # the layers before the logits may be new
-            logging.set_verbosity_error()
-        try:
-            with named_damage(self.name, (SafetensorError, json.JSONDecodeError)):
-                kind = _auto_class(name, where | remote)
-                model, report = kind.from_pretrained(name, output_loading_info=True, **options)
-                if self.find("tokenizer_config.json") is not None:  # or it is the base model's
-                    name, where = self.name, self.hub
-                tokenizer = AutoTokenizer.from_pretrained(name, **where, **remote)
-        finally:
-            logging.set_verbosity(verbosity)
+        elif os.path.isdir(self.name):
+            place.find("config.json", required=True)
+        options = {key: value for key, value in options.items() if key not in HUB} | where
+        with named_damage(self.name, (SafetensorError, json.JSONDecodeError)):
+            config = AutoConfig.from_pretrained(
+                name, **{**said["config_kwargs"], **where, **remote}
+            )
+            options = {**said["model_kwargs"], **options, "config": config}
+            load = _auto_class(config).from_pretrained
+            model, report = load(name, output_loading_info=True, **options)
+            if place.find("tokenizer_config.json") is not None:  # or it is the base model's
+                name, where = self.name, place.hub
+            options = {**said["processor_kwargs"], **where, **remote}
+            tokenizer = AutoTokenizer.from_pretrained(name, **options)
         if len(tokenizer) <= len(tokenizer.all_special_ids):  # so transformers does without files
             raise OSError(f"{self.name} is incomplete: its tokenizer has no vocabulary")
+        if limit := said.get("max_length"):
+            tokenizer.model_max_length = min(tokenizer.model_max_length, limit)
+        if said.get("do_lower_case"):
+            from tokenizers import normalizers
+
+            backend = tokenizer.backend_tokenizer
+            steps = [normalizers.Lowercase(), *filter(None, [backend.normalizer])]
+            backend.normalizer = normalizers.Sequence(steps)
         needed = "" if has_logits else f"{model.base_model_prefix}."
-        if new := sorted(key for key in report["missing_keys"] if key.startswith(needed)):
-            warnings.warn(
-                f"{self.name} has no weights for {', '.join(new)}: they are random. Use a "
-                "checkpoint of a masked or causal language model, or train them.",
-                stacklevel=3,
-            )
+        if new := ", ".join(sorted(x for x in report["missing_keys"] if x.startswith(needed))):
+            text = "they are random. Load a masked or causal language model, or train them."
+            warnings.warn(f"{self.name} has no weights for {new}: {text}", stacklevel=3)
         if adapter:
             with from_extra("peft"):
                 from peft import PeftModel
 
-            model = PeftModel.from_pretrained(model, self.name, is_trainable=True, **self.hub)
+            model = PeftModel.from_pretrained(model, self.name, is_trainable=True, **place.hub)
         return model, tokenizer
 
 
-def _auto_class(name: str, options: dict[str, Any]) -> Any:
-    from transformers import (
-        MODEL_FOR_MASKED_LM_MAPPING,
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForMaskedLM,
-    )
+def _auto_class(config: Any) -> Any:
+    """Return the loader of masked language models, of causal ones if the folder has such a one."""
+    import transformers as t
 
-    config = AutoConfig.from_pretrained(name, **options)
-    is_causal = any(kind.endswith("ForCausalLM") for kind in config.architectures or [])
-    has_masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING or (
-        "AutoModelForMaskedLM" in getattr(config, "auto_map", {})
+    kinds = (t.MODEL_FOR_MASKED_LM_MAPPING, t.MODEL_FOR_CAUSAL_LM_MAPPING)
+    masked, causal = (
+        kind[type(config)].__name__ if type(config) in kind else None for kind in kinds
     )
-    return AutoModelForMaskedLM if has_masked and not is_causal else AutoModelForCausalLM
+    if "AutoModelForMaskedLM" not in (getattr(config, "auto_map", None) or {}) and (
+        masked is None or (causal in (config.architectures or []) and causal != masked)
+    ):
+        return t.AutoModelForCausalLM
+    return t.AutoModelForMaskedLM
 
 
 def write_folder(
@@ -300,149 +293,94 @@ def write_folder(
     settings: dict[str, Any],
     tensors: dict[str, Tensor],
 ) -> None:
-    """Write a folder that ``Folder`` reads; after an error before the last write it is unchanged.
+    """Write a folder that ``Folder`` reads; until its last file is written it does not load.
 
-    A process killed while files are replaced leaves a folder that is incomplete and does not load.
+    Files of other names than those of transformers, PEFT, sentence-transformers and ours stay.
     """
     from safetensors.torch import save_file
 
-    target = Path(folder)
+    target, inner = Path(folder), unwrapped(model)
+    _check_adapters(model)
     target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=target) as temporary:
-        new = Path(temporary)
-        _save_model(model, new)
-        tokenizer.save_pretrained(new)
-        if settings.get("importance") == "linear":
-            state = {name.split(".")[1]: x for name, x in tensors.items() if "importance." in name}
-            torch.save(state, new / LINEAR)
-        inner = unwrapped(model)
-        if (
-            settings["expansion"]
-            and settings["pool_special_tokens"]
-            and settings["softcap"] is settings["logit_scale"] is None
-            and not type(inner).__name__.endswith("ForCausalLM")
-        ):
-            vocab_size = inner.config.get_text_config().vocab_size
-            _write_modules(new, settings, tensors, vocab_size)
-        else:  # without an entry they would build another model
-            _write_entries(new, [("", f"{__name__}.{UnsupportedEncoder.__name__}")])
-        _write_card(new, target, inner, settings)
-        if (target / PROMPTS).exists():
-            (new / PROMPTS).unlink(missing_ok=True)  # theirs may hold prompts
-        save_file(tensors, new / TENSORS)
-        _write_json(new / SETTINGS, {"format": FORMAT, **settings})
+    for stale in (SETTINGS, LINEAR, *STALE):
+        (target / stale).unlink(missing_ok=True)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    if settings.get("importance") == "linear":
+        state = {name.split(".")[1]: x for name, x in tensors.items() if "importance." in name}
+        torch.save(state, target / LINEAR)
 
-        (target / SETTINGS).unlink(missing_ok=True)
-        # Of a model that was in more files or fewer, none may be read in place of the new ones.
-        for pattern in ("model*.safetensors*", "adapter_*", LINEAR):
-            for stale in target.glob(pattern):
-                stale.unlink()
-        files = [path.relative_to(new) for path in new.rglob("*") if path.is_file()]
-        order = {TENSORS: 0, SETTINGS: 2}  # so that until the end only one of the two is there
-        for file in sorted(files, key=lambda file: order.get(str(file), 1)):
-            (target / file).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(new / file, target / file)
+    prompts = settings.get("prompts") or {}
+    settings = {key: x for key, x in settings.items() if key != "prompts"}
+    limit = settings["max_active_dims"]
+    if limit is None and settings.get("budgets"):
+        limit = max(int(float(budget)) for budget in settings["budgets"])
+    said = {"model_type": "SparseEncoder", "prompts": prompts, "max_active_dims": limit}
+    _write_json(target / ENCODER, said)
+    plain = {"expansion": True, "pool_special_tokens": True, "softcap": None, "logit_scale": None}
+    plain |= {"idf_weights": False, "gate": None}
+    if _auto_class(inner.config).__name__.endswith("CausalLM") or any(
+        settings[key] != value for key, value in plain.items()
+    ):  # without an entry they would build another model
+        theirs = "it has no modules for this encoder"
+        _write_entries(target, {"": f"{__name__}.{UnsupportedEncoder.__name__}"})
+    else:
+        theirs = f'`SparseEncoder("{target.resolve().name}")`'
+        pooling = {"pooling_strategy": "max", "activation_function": settings["activation"]}
+        _write_json(target / "1_SpladePooling" / "config.json", pooling)
+        _write_json(target / TRANSFORMER, {"max_seq_length": settings["max_length"]})
+        kinds = {"": "MLMTransformer", "1_SpladePooling": "SpladePooling"}
+        _write_entries(target, {path: f"{THEIRS}.{kind}" for path, kind in kinds.items()})
+        cuts = [key for key in settings if key.endswith("_threshold") or key == "prune_ratio"]
+        if cuts := [key for key in cuts if settings[key] is not None]:
+            kept = "all active dimensions" if limit is None else f"the {limit} largest"
+            less = f"does not apply {', '.join(cuts)}, and keeps {kept}"
+            theirs += f", which {less}"
+            warnings.warn(f"sentence-transformers {less} of {target}", stacklevel=3)
+    _write_card(target, inner, theirs)
+    save_file(tensors, target / TENSORS)
+    _write_json(target / SETTINGS, {"format": FORMAT, **settings})
 
 
-def _save_model(model: Any, folder: Path) -> None:
-    """Write a model; of a ``PeftModel`` its adapters, which name their base model."""
-    is_plain = unwrapped(model) is model
-    has_base = getattr(model, "_hf_peft_config_loaded", False) and model.name_or_path
-    if is_plain and not has_base and any(".base_layer." in name for name in model.state_dict()):
-        raise TypeError(
-            "expected a PeftModel, as get_peft_model makes it, to save adapters: those of this "
-            f"{type(model).__name__} were added to its layers and would lack a base model"
-        )
-    if not is_plain and list(model.peft_config) != ["default"]:
+def _check_adapters(model: Any) -> None:
+    """Raise for adapters that would be saved without what loads them."""
+    if unwrapped(model) is model:
+        has_base = getattr(model, "_hf_peft_config_loaded", False) and model.name_or_path
+        if not has_base and any(".base_layer." in name for name in model.state_dict()):
+            raise TypeError("expected a PeftModel, as get_peft_model makes it, to save adapters")
+    elif list(model.peft_config) != ["default"]:
         names = ", ".join(model.peft_config)
         raise ValueError(f"expected one adapter, named 'default', to save, got {names}")
-    if not is_plain and not model.active_peft_config.base_model_name_or_path:
-        raise ValueError(
-            "expected a base model with a path or a name on the Hub, which its adapters are saved "
-            "with, got one that was not loaded: save it, load it, and add adapters then"
-        )
-    model.save_pretrained(folder)
+    elif not model.active_peft_config.base_model_name_or_path:
+        why = "which adapters are saved with: save it, load it, and add adapters then"
+        raise ValueError(f"expected a base model with a path or a name on the Hub, {why}")
 
 
-def _write_modules(
-    folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int
-) -> None:
-    """Write the modules of sentence-transformers that compute the same."""
-    modules = [("", f"{THEIRS}.MLMTransformer"), ("1_SpladePooling", f"{THEIRS}.SpladePooling")]
-    pooling = {
-        "pooling_strategy": "max",
-        "activation_function": settings["activation"],
-        "word_embedding_dimension": vocab_size,
-    }
-    longest = {"max_seq_length": settings["max_length"]}
-    _write_json(folder / "sentence_bert_config.json", longest)
-    _write_json(folder / "1_SpladePooling" / "config.json", pooling)
-    _write_json(folder / PROMPTS, {"model_type": "SparseEncoder"})
-    if settings["idf_weights"]:
-        modules.append(("2_IdfWeights", f"{__name__}.{IdfWeights.__name__}"))
-        weights = IdfWeights(vocab_size)
-        weights.weight = tensors["idf_weights"]
-        weights.save(folder / "2_IdfWeights")
-    _write_entries(folder, modules)
-
-
-def _write_entries(folder: Path, modules: list[tuple[str, str]]) -> None:
-    """Write the table of sentence-transformers' modules, each with its folder and its type."""
-    entries = [
-        {"idx": i, "name": str(i), "path": path, "type": kind}
-        for i, (path, kind) in enumerate(modules)
-    ]
-    _write_json(folder / MODULES, entries)
-
-
-def _write_card(new: Path, target: Path, model: Any, settings: dict[str, Any]) -> None:
+def _write_card(folder: Path, model: Any, theirs: str) -> None:
     """Write the model card, unless the folder has one of its user."""
-    old, name, base = target / CARD, target.resolve().name, model.name_or_path
-    if old.exists() and not old.read_bytes().rstrip().endswith(OWN.encode()):
-        (new / CARD).unlink(missing_ok=True)  # PEFT's
+    card, base = folder / "README.md", model.name_or_path
+    if card.exists() and not card.read_bytes().rstrip().endswith(OWN.encode()):
         return
     if os.path.exists(base) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
-        base = ""  # no name on the Hub
-    is_theirs = UnsupportedEncoder.__name__ not in (new / MODULES).read_text(encoding="utf-8")
-    remote = ", trust_remote_code=True" if settings["idf_weights"] else ""
-    is_pruned = settings["document_threshold"] or settings["query_threshold"]
-    text = f"""---
-library_name: {"sentence-transformers" if is_theirs else "transformers"}
-tags: [sparse-encoder, splade, sparse-losses, feature-extraction]
-{f"base_model: {base}" if base else "# base_model: its name on the Hub"}
----
-
-# {name}
-
-A sparse encoder of {model.config.get_text_config().vocab_size:,} dimensions, for texts of up to
-{settings["max_length"]:,} tokens, saved by sparse-losses: a {type(model).__name__}.
-
-With sparse-losses:
-
-```python
-from sparse_losses import SpladeEncoder
-
-encoder = SpladeEncoder.from_pretrained("{name}")
-vectors = encoder.encode_document(["a text"])
-```
-"""
-    if is_theirs:
-        text += f"""
-With sentence-transformers{", which does not prune by the thresholds" if is_pruned else ""}:
-
-```python
-from sentence_transformers import SparseEncoder
-
-model = SparseEncoder("{name}"{remote})
-vectors = model.encode_document(["a text"])
-```
-"""
-    (new / CARD).write_text(f"{text}\n{OWN}\n", encoding="utf-8")
+        base = "# its name on the Hub"
+    library = "sentence-transformers" if theirs.startswith("`") else "transformers"
+    kind, name = type(model).__name__, folder.resolve().name
+    text = CARD.format(library=library, base=base, name=name, kind=kind, theirs=theirs, own=OWN)
+    card.write_text(text, encoding="utf-8")
 
 
 def _write_json(path: Path, content: object) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_entries(folder: Path, types: dict[str, str]) -> None:
+    """Write the table of sentence-transformers' modules, each with its folder and its type."""
+    entries = [
+        {"idx": i, "name": str(i), "path": path, "type": kind}
+        for i, (path, kind) in enumerate(types.items())
+    ]
+    _write_json(folder / MODULES, entries)
 
 
 def write_router(folder: Path, query: str, *, frozen: bool) -> None:
@@ -456,4 +394,4 @@ def write_router(folder: Path, query: str, *, frozen: bool) -> None:
         "parameters": {"default_route": "document", "allow_empty_key": True},
     }
     _write_json(folder / ROUTER, content)
-    _write_entries(folder, [("", "sentence_transformers.models.Router")])
+    _write_entries(folder, {"": "sentence_transformers.models.Router"})

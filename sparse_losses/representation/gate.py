@@ -17,20 +17,14 @@ class ContextGate(nn.Module):
     vector $c$ determines the gate of all tokens, which ``splade_head`` takes as ``gate=``.
 
     Args:
-        hidden_size: size of a hidden state, divisible by ``num_heads``.
+        hidden_size: H, divisible by ``num_heads``.
         vocab_size: $V$.
         gate_hidden: width between the two linear maps.
         num_heads: number of attention heads.
         dropout: dropout of the attention and between the maps, in [0, 1].
 
     Shape:
-        - Input: ``hidden`` ``[B, S, H]`` in the dtype of the parameters, ``attention_mask``
-          ``[B, S]`` 0/1 or ``None``.
-        - Output: ``[B, V]`` in that dtype.
-
-    Raises:
-        ValueError: for sizes, a dropout or shapes that do not fit.
-        TypeError: for sizes that are not integers.
+        ``hidden`` ``[B, S, H]`` and ``attention_mask`` ``[B, S]`` 0/1 or ``None`` give ``[B, V]``.
 
     Examples:
         >>> import torch
@@ -58,9 +52,8 @@ class ContextGate(nn.Module):
         for name, value in {**sizes, "num_heads": num_heads}.items():
             check_integer(name, value, minimum=1)
         if hidden_size % num_heads:
-            raise ValueError(
-                f"expected `hidden_size` divisible by num_heads = {num_heads}, got {hidden_size}"
-            )
+            text = f"expected `hidden_size` divisible by num_heads = {num_heads}"
+            raise ValueError(f"{text}, got {hidden_size}")
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.settings = {"gate_hidden": gate_hidden, "num_heads": num_heads, "dropout": dropout}
         self.query = nn.Parameter(torch.empty(1, 1, hidden_size))
@@ -69,21 +62,15 @@ class ContextGate(nn.Module):
             hidden_size, num_heads, dropout=dropout, batch_first=True
         )
         self.norm = nn.LayerNorm(hidden_size)
-        self.map = nn.Sequential(
-            nn.Linear(hidden_size, gate_hidden),
-            nn.GELU(),
-            nn.Dropout(dropout),
-            nn.Linear(gate_hidden, vocab_size),
-        )
+        first, last = nn.Linear(hidden_size, gate_hidden), nn.Linear(gate_hidden, vocab_size)
+        self.map = nn.Sequential(first, nn.GELU(), nn.Dropout(dropout), last)
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return the gate ``[B, V]``."""
         check_shapes(hidden=(hidden, "B S H"), attention_mask=(attention_mask, "B S, optional"))
         if hidden.shape[2] != self.hidden_size:
-            raise ValueError(
-                f"expected `hidden` of shape [B, S, H] with H = {self.hidden_size}, "
-                f"got {list(hidden.shape)}"
-            )
+            text = f"expected `hidden` of shape [B, S, H] with H = {self.hidden_size}"
+            raise ValueError(f"{text}, got {list(hidden.shape)}")
         if hidden.shape[0] == 0:
             return hidden.new_zeros(0, self.vocab_size)
         if hidden.shape[1] == 0:  # no tokens
@@ -95,8 +82,7 @@ class ContextGate(nn.Module):
             # A softmax over nothing is NaN, so a text without tokens attends to zeros.
             ignored = ~attended & attended.any(1, keepdim=True)
         query = self.query.expand(hidden.shape[0], -1, -1)
-        context, _ = self.attention(
-            query, hidden, hidden, key_padding_mask=ignored, need_weights=False
-        )
+        options = {"key_padding_mask": ignored, "need_weights": False}
+        context, _ = self.attention(query, hidden, hidden, **options)
         gate: Tensor = self.map(self.norm(context[:, 0])).sigmoid()
         return gate

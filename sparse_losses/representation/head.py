@@ -1,23 +1,36 @@
 """The SPLADE head: from hidden states to sparse vectors without storing ``[B, S, V]``."""
 
-import functools
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.activation import Activation, check_threshold, splade_activation
-from sparse_losses._core.checks import check_number, check_shapes, values_can_be_checked
-from sparse_losses._core.dtensors import check_replicated, is_dtensor, on_parts
+from sparse_losses._core.activation import (
+    Activation,
+    check_threshold,
+    pruned_weights,
+    splade_activation,
+)
+from sparse_losses._core.checks import (
+    check_choice,
+    check_number,
+    check_shapes,
+    values_can_be_checked,
+)
 from sparse_losses._core.implementations import Arguments, Implementation, choose
 from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import compute_dtype
-from sparse_losses.fast.head import packed_head
-from sparse_losses.fast.head_tiles import product_dtype, tiled_head
+from sparse_losses.fast.head import largest_logits
+from sparse_losses.fast.head_entries import Inputs, csr_head, operand_type
+from sparse_losses.fast.head_packed import packed_entries
+from sparse_losses.fast.head_tiles import tiled_entries
 from sparse_losses.representation._language_model import adapted_weight, head_of
 
 Impl = Literal["auto", "definition", "packed", "tiles"]
+
+# Logits of all positions up to which the definition is the fastest, on a CPU.
+SMALL = 1 << 16
 
 
 @loss(
@@ -39,6 +52,7 @@ def splade_head(
     softcap: float | None = None,
     threshold: float | Tensor | None = None,
     return_logits: bool = False,
+    layout: torch.layout = torch.strided,
     sparse_grad: bool = False,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -49,8 +63,8 @@ def splade_head(
 
     $h_{is}$ are the hidden states of text $i$, $e_j$ and $b_j$ the row and bias of token $j$ in the
     vocabulary projection, $g$ the gate (1 without one). The result equals
-    ``splade_pool(hidden @ weight.T + bias, attention_mask)``; only ``impl="definition"`` stores
-    ``[B, S, V]``.
+    ``splade_pool(hidden @ weight.T + bias, attention_mask)``; only the definition stores
+    ``[B, S, V]``. The gradient costs what the active entries cost, unless many are active.
     Of equal scores the first position gets the gradient on the CPU, any position elsewhere.
 
     The head is a layer of the model. On an accelerator it multiplies hidden states and weight in
@@ -60,21 +74,22 @@ def splade_head(
         hidden: ``[B, S, H]`` floating.
         weight: ``[V, H]`` floating; often the embedding matrix.
         bias: ``[V]``.
-        attention_mask: ``[B, S]`` bool, int or float 0/1; masked positions are ignored. Without a
-            mask all positions are attended.
+        attention_mask: ``[B, S]`` bool, int or float 0/1; masked positions are ignored.
         gate: ``[B, V]`` in [0, 1]; multiplies the pooled logits.
         activation: ``"relu"``, or ``"log1p_relu"``, which takes $\log(1 + x)$ once more.
         softcap: $c$ of a model that caps its logits $z$ as $c \tanh(z / c)$, before the gate.
         threshold: a number or ``[V]``, without a gradient; an entry whose pooled logit after the
             gate is not above it is 0. Numbers below 0 act as 0.
-        return_logits: also return the signed pooled logits after the gate, for losses that must
-            reach inactive tokens. Memory then holds the arg-max of all entries.
+        return_logits: also return the signed pooled logits after the gate, also of inactive tokens.
+        layout: ``torch.sparse_csr`` returns a CSR tensor of the active entries, without storing
+            ``[B, V]`` or its gradient. On an accelerator the host waits for their number. It needs
+            eager mode, and has no second derivatives and no ``return_logits``.
         sparse_grad: give ``weight`` a sparse gradient of the rows with an active entry, as
             ``nn.Embedding(sparse=True)`` does (by ``"packed"``). Compiled, the gradient is dense.
         impl: how to compute the value; all implementations give the same value and gradient.
-            ``"definition"`` stores the logits of all positions. ``"packed"`` is for the CPU and
-            skips padding and inactive entries. ``"tiles"`` never waits for the device. ``"auto"``
-            uses ``"packed"`` on the CPU and for ``sparse_grad``, else ``"tiles"``.
+            ``"packed"`` is for the CPU and skips padding and inactive entries. ``"tiles"`` never
+            waits for the device. ``"auto"`` uses ``"packed"`` on the CPU, but ``"definition"`` for
+            few logits, and for ``sparse_grad``, else ``"tiles"``.
 
     Returns:
         Activations ``[B, V]`` >= 0, fp32 (fp64 if a tensor is fp64); with ``return_logits`` a pair
@@ -96,8 +111,8 @@ def splade_head(
 
     References:
         SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval, eq. 6. Sparton
-        takes the maximum before the activation and keeps only the arg-max for the backward pass.
-        ``"log1p_relu"``: Exploring the l0 Sparsification for Inference-free Sparse Retrievers.
+        keeps only the arg-max for the backward pass. ``"log1p_relu"``: Exploring the l0
+        Sparsification for Inference-free Sparse Retrievers.
     """
     if weight.shape[0] == 0:
         raise ValueError("expected `weight` of at least one token, got V = 0")
@@ -105,75 +120,42 @@ def splade_head(
     check_threshold(threshold, weight.shape[0])
     if impl == "definition" and sparse_grad:
         raise ValueError('expected sparse_grad=False with impl="definition"')
-    if any(is_dtensor(x) for x in (hidden, weight, bias, attention_mask, gate, threshold)):
-        if sparse_grad:
-            raise ValueError("expected sparse_grad=False with a DTensor, whose gradient is dense")
-        if is_dtensor(weight) and not is_dtensor(hidden):  # of whose attributes mypy knows none
-            check_replicated("hidden", hidden, weight.device_mesh)  # type: ignore[attr-defined]
-        of_parts = functools.partial(
-            splade_head,
-            activation=activation,
-            softcap=softcap,
-            threshold=threshold,
-            return_logits=return_logits,
-            impl=impl,
-        )
-        outputs: Tensor | tuple[Tensor, Tensor] = on_parts(
-            of_parts,
-            "B V",
-            hidden=(hidden, "B S H"),
-            weight=(weight, "V H"),
-            bias=(bias, "V"),
-            attention_mask=(attention_mask, "B S"),
-            gate=(gate, "B V"),
-            threshold=(threshold if isinstance(threshold, Tensor) else None, "V"),
-        )
-        return outputs
-    arguments: dict[str, Any] = {
-        "hidden": hidden,
-        "weight": weight,
-        "bias": bias,
-        "attended": attention_mask,
-        "gate": gate,
-        "dtype": compute_dtype(hidden=hidden, weight=weight, bias=bias, gate=gate),
-        "return_logits": return_logits,
-        "sparse_grad": sparse_grad,
-    }
-    chosen = choose(IMPLEMENTATIONS, impl, arguments)
-    compute: Callable[..., Any] = _definition if chosen is None else chosen.compute
-    logits, absent = compute(**arguments)
-    return splade_activation(
-        logits,
-        absent,
-        gate,
-        activation=activation,
-        softcap=softcap,
-        threshold=threshold,
-        return_logits=return_logits,
-    )
+    check_choice("layout", layout, (torch.strided, torch.sparse_csr))
+    if layout == torch.sparse_csr and return_logits:
+        raise ValueError("expected return_logits=False with layout=torch.sparse_csr")
+    if attention_mask is None and hidden.shape[1] == 0:  # then no text has a maximum
+        attention_mask = hidden.new_ones(hidden.shape[:2], dtype=torch.bool)
+    dtype = compute_dtype(hidden=hidden, weight=weight, bias=bias, gate=gate)
+    inputs = Inputs(hidden, weight, bias, attention_mask, gate, dtype)
+    asked = {"sparse_grad": sparse_grad, "layout": layout}
+    chosen = choose(IMPLEMENTATIONS, impl, inputs._asdict() | asked)
+    options: Any = {"activation": activation, "softcap": softcap, "threshold": threshold}
+    if layout == torch.sparse_csr:
+        if chosen is None or not can_bring_its_gradient(hidden, weight):
+            raise ValueError(
+                'expected eager mode and impl="packed" or "tiles" with layout=torch.sparse_csr, '
+                "got the definition, a compiled or exported call or a transform of torch.func"
+            )
+        return csr_head(FIND_ENTRIES[chosen.name], inputs, sparse_grad, **options)
+    if chosen is None:
+        logits, absent = _definition(inputs)
+    else:
+        logits, absent = chosen.compute(inputs, chosen.name, return_logits, sparse_grad)
+    return splade_activation(logits, absent, gate, return_logits=return_logits, **options)
 
 
-def _definition(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    attended: Tensor | None,
-    *,
-    dtype: torch.dtype,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
+def _definition(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Compute all logits at once, by differentiable operations."""
+    hidden, weight, bias, attended, _, dtype = inputs
     if attended is None:
         attended = hidden.new_ones(hidden.shape[:2], dtype=torch.bool)
     # A NaN at a masked position would reach the gradient, because 0 * NaN is NaN.
     hidden = torch.where(attended[..., None], hidden, 0.0)
-    operands = product_dtype(hidden, weight, dtype)
+    operands = operand_type(hidden, weight, dtype)
     scores = hidden.to(operands) @ weight.to(operands).mT
-    if hidden.shape[1] == 0:
-        highest = scores.sum(1)
-    else:
-        highest = torch.where(attended[..., None], scores, -torch.inf).max(1).values
-    highest = highest.to(dtype)
+    if hidden.shape[1] > 0:
+        scores = torch.where(attended[..., None], scores, -torch.inf)
+    highest = (scores.max(1).values if hidden.shape[1] else scores.sum(1)).to(dtype)
     absent = attended.logical_not().all(1, keepdim=True)
     return highest if bias is None else highest + bias, absent
 
@@ -181,14 +163,12 @@ def _definition(
 def _check_gate(gate: Tensor | None) -> None:
     if gate is None or not values_can_be_checked(gate) or gate.numel() == 0:
         return
-    low, high = gate.aminmax()
+    low, high = (x.item() for x in gate.aminmax())
     if low < 0 or high > 1:  # a NaN passes and shows in the result
-        raise ValueError(
-            f"expected `gate` in [0, 1], got values from {low.item():g} to {high.item():g}"
-        )
+        raise ValueError(f"expected `gate` in [0, 1], got values from {low:g} to {high:g}")
 
 
-def _tiles_unsupported_reason(arguments: Arguments) -> str | None:
+def _tiles_reason(arguments: Arguments) -> str | None:
     batch, length, _ = arguments["hidden"].shape
     if batch == 0 or length == 0:
         return f"at least one position, got {[batch, length]},"
@@ -198,14 +178,24 @@ def _tiles_unsupported_reason(arguments: Arguments) -> str | None:
 
 
 def _prefers_packed(arguments: Arguments) -> bool:
-    is_sparse = arguments["sparse_grad"] and not torch.compiler.is_compiling()
-    return bool(arguments["hidden"].device.type == "cpu" or is_sparse)
+    if arguments["hidden"].is_cpu:
+        return _prefers_tiles(arguments)
+    return arguments["sparse_grad"] and not torch.compiler.is_compiling()
+
+
+def _prefers_tiles(arguments: Arguments) -> bool:
+    """Whether the definition is slower; it is not for few logits on a CPU."""
+    hidden, is_sparse = arguments["hidden"], arguments["layout"] == torch.sparse_csr
+    if not hidden.is_cpu or is_sparse or arguments["sparse_grad"] or torch.compiler.is_compiling():
+        return True
+    return bool(hidden.shape[0] * hidden.shape[1] * len(arguments["weight"]) > SMALL)
 
 
 IMPLEMENTATIONS = (
-    Implementation("packed", lambda *_: None, _prefers_packed, packed_head, compiles=True),
-    Implementation("tiles", _tiles_unsupported_reason, lambda *_: True, tiled_head, compiles=True),
+    Implementation("packed", lambda _: None, _prefers_packed, largest_logits, compiles=True),
+    Implementation("tiles", _tiles_reason, _prefers_tiles, largest_logits, compiles=True),
 )
+FIND_ENTRIES = {"packed": packed_entries, "tiles": tiled_entries}
 
 
 class SpladeHead(LossModule):
@@ -219,10 +209,11 @@ class SpladeHead(LossModule):
         bias: ``[V]``.
         transform: layers that are applied to the hidden states first, ``[B, S, H]`` to
             ``[B, S, H]``, as a masked language model has before its vocabulary projection.
-        activation: as in the function, like ``softcap``, ``threshold``, ``sparse_grad``, ``impl``.
+        activation: as in the function, like ``sparse_grad`` and ``impl``.
         softcap: the soft cap of the model, if it caps its logits.
         threshold: a number or ``[V]``.
         logit_scale: a constant factor > 0 on the logits, before the soft cap.
+        layout: ``torch.strided`` or ``torch.sparse_csr``.
         sparse_grad: whether the weight's gradient is sparse.
         impl: how to compute the value.
 
@@ -239,6 +230,7 @@ class SpladeHead(LossModule):
     bias: Tensor | None
     softcap: float | None
     threshold: float | Tensor | None
+    keep_at_least: int = 0  # largest entries that `threshold` leaves in every row; of `calibrate`
 
     def __init__(
         self,
@@ -250,6 +242,7 @@ class SpladeHead(LossModule):
         softcap: float | None = None,
         threshold: float | Tensor | None = None,
         logit_scale: float = 1.0,
+        layout: torch.layout = torch.strided,
         sparse_grad: bool = False,
         impl: Impl = "auto",
     ) -> None:
@@ -258,6 +251,7 @@ class SpladeHead(LossModule):
             activation=activation,
             softcap=softcap,
             threshold=threshold,
+            layout=layout,
             sparse_grad=sparse_grad,
             impl=impl,
         )
@@ -289,7 +283,7 @@ class SpladeHead(LossModule):
             model: A masked or causal language model whose layers between hidden states and logits
                 are a chain that ends in a linear map, or a ``PeftModel`` around it. LoRA adapters
                 on that map are part of the product.
-            **options: ``activation``, ``threshold``, ``sparse_grad`` and ``impl``, as in the class.
+            **options: ``activation``, ``threshold``, ``layout``, ``sparse_grad`` and ``impl``.
 
         Raises:
             TypeError: if the model is no language model, has other layers, or has other adapters
@@ -322,7 +316,14 @@ class SpladeHead(LossModule):
             bias = None if bias is None else bias * self.logit_scale
         weight = adapted_weight(*self._linear) if self._linear else self.weight
         options = self.hyperparameters() | {"gate": gate, "return_logits": return_logits}
-        return splade_head(hidden, weight, bias, attention_mask, **options)
+        threshold = self.threshold
+        if not self.keep_at_least or not isinstance(threshold, float):
+            return splade_head(hidden, weight, bias, attention_mask, **options)
+        output = splade_head(hidden, weight, bias, attention_mask, **options | {"threshold": None})
+        whole, logits = output if isinstance(output, tuple) else (output, None)
+        options = {"activation": self.activation}
+        kept = pruned_weights(whole, threshold, self.keep_at_least, **options)
+        return kept if logits is None else (kept, logits)
 
     def extra_repr(self) -> str:
         """Return the sizes and the hyperparameters."""

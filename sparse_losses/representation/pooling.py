@@ -98,12 +98,8 @@ def _nonzeros_unsupported_reason(arguments: Arguments) -> str | None:
     return None if device.type == "cpu" else f"logits on the CPU, got {device},"
 
 
-def _prefers_nonzeros(arguments: Arguments) -> bool:
-    return prefers_nonzeros(arguments["logits"], arguments["attended"], arguments["return_logits"])
-
-
 IMPLEMENTATIONS = (
-    Implementation("nonzeros", _nonzeros_unsupported_reason, _prefers_nonzeros, nonzeros_pool),
+    Implementation("nonzeros", _nonzeros_unsupported_reason, prefers_nonzeros, nonzeros_pool),
 )
 
 
@@ -130,9 +126,6 @@ def token_weights(logits: Tensor, attention_mask: Tensor) -> Tensor:
         >>> logits = torch.tensor([[[0.0, 1.0], [2.0, -1.0], [9.0, 9.0]]])
         >>> token_weights(logits, torch.tensor([[1, 1, 0]]))
         tensor([[0.6931, 1.0986, 0.0000]])
-
-    References:
-        SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval.
     """
     if logits.shape[-1] == 0:
         raise ValueError(f"expected `logits` with V >= 1, got {list(logits.shape)}")

@@ -12,9 +12,9 @@ from sparse_losses._core.checks import check_choice, check_shapes
 from sparse_losses._core.extras import from_extra
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask, attended_ids
+from sparse_losses.representation import encoding
 from sparse_losses.representation.encoder import SpladeEncoder
-from sparse_losses.representation.encoding import check_finite, check_texts, collected
-from sparse_losses.representation.folder import Folder, named_damage, write_router
+from sparse_losses.representation.folder import ENCODER, Folder, named_damage, write_router
 
 KIND = "SparseStaticEmbedding"  # the module of sentence-transformers
 PLACE = f"query_0_{KIND}"  # its folder, as sentence-transformers names it
@@ -34,22 +34,16 @@ class StaticQueryEncoder(nn.Module):
         weight: ``[V]`` floating, finite. An ``nn.Parameter`` is trained, any other tensor is a
             buffer, such as ``DocumentFrequency.load(path).idf()``.
 
-    Raises:
-        TypeError: for a weight that is not floating point.
-        ValueError: for a weight that is not finite or has no entry for a token of the tokenizer.
-
     Examples:
         >>> import torch
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
         >>> from transformers import PreTrainedTokenizerFast
         >>> from sparse_losses import StaticQueryEncoder
-        >>> words = ["[PAD]", "[UNK]", "the", "sparse", "retrieval"]
-        >>> vocabulary = {word: i for i, word in enumerate(words)}
+        >>> vocabulary = {"[UNK]": 0, "the": 1, "sparse": 2}
         >>> tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
         >>> tokens.pre_tokenizer = pre_tokenizers.Whitespace()
-        >>> special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
-        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, **special)
-        >>> encoder = StaticQueryEncoder(tokenizer, torch.tensor([1.0, 1.0, 0.5, 2.0, 3.0]))
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, unk_token="[UNK]")
+        >>> encoder = StaticQueryEncoder(tokenizer, torch.tensor([1.0, 0.5, 2.0]))
         >>> encoder.encode_query(["the sparse sparse unknown"], output="tokens")
         [{'sparse': 2.0, 'the': 0.5}]
 
@@ -69,7 +63,7 @@ class StaticQueryEncoder(nn.Module):
             raise ValueError(f"expected `weight` of at least {least} tokens, got {len(weight)}")
         if not weight.isfinite().all():
             raise ValueError("expected `weight` to be finite, got NaN or infinity")
-        self.tokenizer, self.vocab_size = tokenizer, len(weight)
+        self.tokenizer, self.vocab_size, self.prompt = tokenizer, len(weight), ""
         if isinstance(weight, nn.Parameter):
             self.weight = weight
         else:
@@ -78,10 +72,7 @@ class StaticQueryEncoder(nn.Module):
         self.register_buffer("_special_ids", special, persistent=False)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return the vectors ``[B, V]``, fp32 (fp64 for a weight in fp64).
-
-        Arguments and errors are those of ``SpladeEncoder.forward``.
-        """
+        """Return the vectors ``[B, V]``, fp32 (fp64 for a weight in fp64)."""
         check_shapes(input_ids=(input_ids, "B S"), attention_mask=(attention_mask, "B S, optional"))
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
@@ -89,34 +80,32 @@ class StaticQueryEncoder(nn.Module):
         ids = attended_ids("input_ids", input_ids, attended, self.vocab_size)
         # The positions that do not count go to an extra column.
         columns = torch.where(attended & ~torch.isin(ids, self._special_ids), ids, self.vocab_size)
-        occurs = torch.zeros(
-            len(ids), self.vocab_size + 1, dtype=torch.bool, device=self.weight.device
-        ).scatter_(1, columns, True)[:, :-1]
+        occurs = columns.new_zeros(len(ids), self.vocab_size + 1).bool()
+        occurs = occurs.scatter(1, columns, True)[:, :-1]
         return torch.where(occurs, self.weight.to(compute_dtype(weight=self.weight)), 0.0)
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """Return ``input_ids`` and ``attention_mask`` ``[B, S]``, without special tokens."""
-        check_texts(texts)
-        batch = self.tokenizer(list(texts), padding=True, return_tensors="pt", **QUERY)
-        return {n: batch[n].to(self.weight.device) for n in ("input_ids", "attention_mask")}
+        return encoding.token_ids(self.tokenizer, texts, self.weight.device, **QUERY)
 
     def encode_query(
         self, texts: Sequence[str], *, output: Literal["csr", "dense", "tokens"] = "csr"
     ) -> Any:
         """Return the vectors of queries, as ``SpladeEncoder.encode``, negative weights included."""
-        check_texts(texts)
+        encoding.check_texts(texts)
         check_choice("output", output, ("csr", "dense", "tokens"))
         # Not by `forward`: its [B, V] costs more than all else.
-        rows = self.tokenizer(list(texts), **QUERY)["input_ids"] if texts else []
+        queries = [self.prompt + text for text in texts]  # the prompt of a loaded folder
+        rows = self.tokenizer(queries, **QUERY)["input_ids"] if texts else []
         special = set(self.tokenizer.all_special_ids)
         weight, vectors = self.weight.detach().cpu(), []
         for i, row in enumerate(rows):
-            ids = torch.tensor(sorted(set(row) - special), dtype=torch.int64)
+            ids = torch.tensor(sorted(set(row) - special), dtype=torch.int64, device="cpu")
             weights = weight[ids].float()
-            check_finite(weights[None], [i])
+            encoding.check_finite(weights[None], [i])
             kept = weights != 0
             vectors.append((ids[kept], weights[kept]))
-        return collected(vectors, output, self.tokenizer, self.vocab_size)
+        return encoding.collected(vectors, output, self.tokenizer, self.vocab_size)
 
     @classmethod
     def from_pretrained(
@@ -124,10 +113,8 @@ class StaticQueryEncoder(nn.Module):
     ) -> "StaticQueryEncoder":
         """Load the query side of a folder that ``save_pretrained`` or sentence-transformers wrote.
 
-        Arguments and errors are those of ``SpladeEncoder.from_pretrained``.
-
-        Raises:
-            ValueError: if queries are not encoded by a ``SparseStaticEmbedding`` alone.
+        Arguments are those of ``SpladeEncoder.from_pretrained``. A ``ValueError`` tells that
+        queries are not encoded by a ``SparseStaticEmbedding`` alone.
         """
         with from_extra("transformers"):
             from transformers import AutoTokenizer
@@ -137,26 +124,21 @@ class StaticQueryEncoder(nn.Module):
         if list(modules) != [KIND]:
             got = ", ".join(modules) or "no modules"
             raise ValueError(f"expected {folder.name} to have a {KIND} for queries, got {got}")
-        side = folder.inside(modules[KIND])
+        side = modules[KIND]
         with named_damage(folder.name):
-            weight = side.tensors("model.safetensors")["weight"]
+            weight, said = side.tensors("model.safetensors")["weight"], folder.json(ENCODER)
             frozen = side.json("config.json").get("frozen", False)
             tokenizer = AutoTokenizer.from_pretrained(folder.name, **side.hub)
-            return cls(tokenizer, weight if frozen else nn.Parameter(weight))
+            encoder = cls(tokenizer, weight if frozen else nn.Parameter(weight))
+            encoder.prompt = (said.get("prompts") or {}).get("query", "")
+        return encoder
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, document: SpladeEncoder) -> None:
         """Write a folder of sentence-transformers with both sides, a ``Router``.
 
-        ``from_pretrained`` reads the queries' side, ``SpladeEncoder.from_pretrained`` the
-        documents'.
-
-        Args:
-            folder: Made if it does not exist; files of other names stay.
-            document: The encoder of the documents, of the same tokens.
-
-        Raises:
-            ValueError: if the encoder has other tokens, or a vocabulary of another size than the
-                tokenizer, which sentence-transformers does not load.
+        ``from_pretrained`` reads the queries' side, ``SpladeEncoder.from_pretrained`` that of
+        ``document``, an encoder of the same tokens, whose prompts are saved for both. Files of
+        other names stay. A ``ValueError`` names tokens or sizes that differ.
         """
         from safetensors.torch import save_file
 
@@ -165,10 +147,10 @@ class StaticQueryEncoder(nn.Module):
             raise ValueError("expected `document` to have the tokens of the queries, got others")
         size = len(tokens)
         if {self.vocab_size, document.vocab_size} != {size}:
+            got = f"{self.vocab_size} and {document.vocab_size}"
             raise ValueError(
                 f"expected a weight and a `document` of V = {size}, the tokenizer's tokens, for "
-                f"sentence-transformers, got {self.vocab_size} and {document.vocab_size}: "
-                f"model.resize_token_embeddings({size})"
+                f"sentence-transformers, got {got}: model.resize_token_embeddings({size})"
             )
         document.save_pretrained(folder)
         place = Path(folder) / PLACE

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_integer, check_number, check_shapes
-from sparse_losses._core.dtensors import agree, full, is_first, ranks_of
-from sparse_losses.distributed import num_ranks, sum_over_ranks
+from sparse_losses._core.entries import entries_of
+from sparse_losses.distributed import agree_across_ranks, sum_over_ranks
 
 
 class ActivationFrequency(nn.Module):
@@ -72,27 +72,26 @@ class ActivationFrequency(nn.Module):
     def update(self, activations: Tensor) -> None:
         """Count a batch.
 
-        Of DTensors on a part of the ranks, only the first counts until ``all_reduce``.
-
         Args:
-            activations: ``[B, V]``, a text per row; entries > 0 are active.
+            activations: ``[B, V]``, a text per row, dense or CSR; entries > 0 are active.
 
         Raises:
             ValueError: If the shape is not ``[B, V]`` or the device not the counter's.
         """
-        size = check_shapes(activations=(activations, "B V"), **{"self.active": (self.active, "V")})
-        agree("ActivationFrequency.update", False, {"activations": activations}, B=size["B"])
+        check_shapes(activations=(activations, "B V, csr"), **{"self.active": (self.active, "V")})
         if self.decay is not None:
             for total in self.buffers():
                 total.mul_(self.decay)
-        is_number = ~activations.isnan().any(1, keepdim=True)
-        active, num_texts = full(((activations > 0) & is_number).sum(0)), full(is_number.sum())
-        if 1 < ranks_of(activations) == num_ranks():  # every rank knows all texts
-            self.active.add_(active)
-            self.num_texts.add_(num_texts)
-        elif is_first(activations):
-            self.own_active.add_(active)
-            self.own_num_texts.add_(num_texts)
+        if activations.layout == torch.sparse_csr:
+            entries, dtype = entries_of(activations), self.active.dtype
+            is_number = entries.sum_rows(len(activations), entries.value.isnan().to(dtype)) == 0
+            is_active = (entries.value > 0) & is_number[entries.row]
+            active = entries.sum_columns(self.vocab_size, is_active.to(dtype))
+        else:
+            is_number = ~activations.isnan().any(1)
+            active = ((activations > 0) & is_number[:, None]).sum(0)
+        self.own_active.add_(active)
+        self.own_num_texts.add_(is_number.sum())
 
     def merge(self, other: "ActivationFrequency") -> Self:
         """Add the counts of ``other``, which is not changed, and return this counter.
@@ -114,8 +113,13 @@ class ActivationFrequency(nn.Module):
 
         Call it on every rank before ``penalty`` and before saving; it may be called again.
         Without a process group it changes no frequency.
+
+        Raises:
+            ValueError: On every rank, if the ranks count other dimensions or have other decays.
         """
         counts = torch.cat([self.own_active, self.own_num_texts[None]])
+        same = {"V": self.vocab_size, "`decay`": self.decay}
+        agree_across_ranks("ActivationFrequency.all_reduce", True, counts, **same)
         counts = sum_over_ranks(counts)
         self.active.add_(counts[:-1])
         self.num_texts.add_(counts[-1])

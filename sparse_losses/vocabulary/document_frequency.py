@@ -3,55 +3,44 @@
 import hashlib
 import json
 import os
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_integer, check_shapes
-from sparse_losses._core.dtensors import agree, is_dtensor, on_one_rank
-from sparse_losses._core.files import replaced_file
+from sparse_losses._core.files import npz_headers, refused_if_damaged, replaced_file
 from sparse_losses._core.token_ids import as_mask, attended_ids, first_occurrences
 from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ranks
 
-ARRAYS = {"df", "num_documents", "vocab_size", "tokenizer_sha256"}  # of a file
+NUMBERS = ("num_tokens", "num_documents", "vocab_size")  # of a file
 
 
 class DocumentFrequency:
     r"""Counter of the number of documents that contain each token.
 
-    $$
-    \mathrm{idf}_j =
-    \begin{cases}
-      \log\left(1 + \dfrac{N - \mathrm{df}_j + 0.5}{\mathrm{df}_j + 0.5}\right) & \text{bm25} \\
-      \log \dfrac{N}{\mathrm{df}_j + 1} & \text{standard}
-    \end{cases}
-    $$
+    $$\mathrm{idf}_j = \log\Bigl(1 + \frac{N - \mathrm{df}_j + 0.5}{\mathrm{df}_j + 0.5}\Bigr)
+    \;(\text{bm25}) \qquad \log \frac{N}{\mathrm{df}_j + 1} \;(\text{standard})$$
 
-    where $\mathrm{df}_j$ is the number of documents that contain token $j$ and $N$ the number of
-    documents.
+    $\mathrm{df}_j$ documents of $N$ contain token $j$.
 
     Args:
         vocab_size: Number of token ids, V.
-        tokenizer_sha256: Fingerprint of the tokenizer that made the ids, from the function
-            ``tokenizer_sha256``. Only counters with equal fingerprints (or ``None``) merge.
+        tokenizer_sha256: Fingerprint of the tokenizer, from the function ``tokenizer_sha256``. Only
+            counters with equal fingerprints (or ``None``) merge.
 
     Attributes:
         df: Number of documents per token, int64 ``[V]``, on the CPU.
         num_documents: Number of documents, N.
-        num_tokens: Number of attended tokens in all documents, repeats included. ``None`` if it is
-            unknown, after loading or merging counts that an older version saved.
+        num_tokens: Number of attended tokens in all documents, repeats included.
 
     Examples:
         >>> import torch
         >>> from sparse_losses import DocumentFrequency
         >>> counter = DocumentFrequency(vocab_size=5)
-        >>> input_ids = torch.tensor([[1, 2, 2], [1, 3, 0]])
-        >>> attention_mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-        >>> counter.update(input_ids, attention_mask)
-        >>> counter
-        DocumentFrequency(vocab_size=5, num_documents=2)
+        >>> ids, mask = torch.tensor([[1, 2, 2], [1, 3, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+        >>> counter.update(ids, mask)
         >>> counter.df
         tensor([0, 2, 1, 1, 0])
         >>> counter.mean_length
@@ -68,183 +57,128 @@ class DocumentFrequency:
         check_integer("vocab_size", vocab_size, minimum=1)
         self.vocab_size = int(vocab_size)
         self.tokenizer_sha256 = tokenizer_sha256
-        self.df = torch.zeros(self.vocab_size, dtype=torch.int64)
-        self.num_documents = 0
-        self.num_tokens: int | None = 0
+        self.df = torch.zeros(self.vocab_size, dtype=torch.int64, device="cpu")
+        self.num_documents = self.num_tokens = 0
 
     def __repr__(self) -> str:
-        counts = f"vocab_size={self.vocab_size}, num_documents={self.num_documents}"
-        fingerprint = f", tokenizer_sha256={self.tokenizer_sha256!r}" * bool(self.tokenizer_sha256)
-        return f"DocumentFrequency({counts}{fingerprint})"
+        return (
+            f"DocumentFrequency(vocab_size={self.vocab_size}, num_documents={self.num_documents})"
+        )
 
     @property
     def mean_length(self) -> float:
-        """Mean number of tokens per document, ``num_tokens / num_documents``.
+        """Mean number of tokens per document, ``num_tokens / num_documents``."""
+        return self.num_tokens / self._documents_for("mean_length")
 
-        Raises:
-            ValueError: If no document was counted, or the number of tokens is unknown.
-        """
-        if self.num_tokens is None:
-            raise ValueError(
-                "expected counts with `num_tokens` for `mean_length`, got counts that an older "
-                "version saved without it: count the documents again"
-            )
+    def _documents_for(self, wanted: str) -> int:
         if self.num_documents == 0:
-            raise ValueError("expected at least one document for `mean_length`, got none")
-        return self.num_tokens / self.num_documents
+            raise ValueError(f"expected at least one document for `{wanted}`, got none")
+        return self.num_documents
 
     def update(self, input_ids: Tensor, attention_mask: Tensor) -> None:
         """Count a batch; each row is a document and adds 1 to the ``df`` of each of its tokens.
 
-        Args:
-            input_ids: Token ids, integers ``[B, S]``, on any device.
-            attention_mask: Bool, integer or float 0/1 ``[B, S]``; ids are ignored where it is 0. A
-                row of zeros is an empty document, which counts as a document.
-
-        Raises:
-            ValueError: If the shapes are not ``[B, S]``, or an attended id is outside ``[0, V)``;
-                the counter is then unchanged.
-            TypeError: If the ids are not integers.
+        A row without attended ids is an empty document, which counts. An attended id outside
+        ``[0, V)`` is an error that leaves the counter unchanged.
         """
-        if is_dtensor(input_ids) or is_dtensor(attention_mask):  # or each rank would count them
-            texts = {"input_ids": input_ids, "attention_mask": attention_mask}
-            agree("DocumentFrequency.update", False, texts)
-            input_ids, attention_mask = on_one_rank(input_ids, attention_mask)
         check_shapes(input_ids=(input_ids, "B S"), attention_mask=(attention_mask, "B S"))
         attended = as_mask("attention_mask", attention_mask.cpu())
         ids = attended_ids("input_ids", input_ids.cpu(), attended, self.vocab_size)
         ordered, first = first_occurrences(ids, attended)
         self.df += torch.bincount(ordered[first], minlength=self.vocab_size)
         self.num_documents += len(ids)
-        if self.num_tokens is not None:
-            self.num_tokens += int(attended.sum())
+        self.num_tokens += int(attended.sum())
 
-    def merge(self, other: "DocumentFrequency") -> "DocumentFrequency":
-        """Add the counts of ``other``, which is not changed, and return this counter.
-
-        Raises:
-            ValueError: If the vocabulary sizes or the tokenizer fingerprints differ.
-        """
+    def merge(self, other: "DocumentFrequency") -> Self:
+        """Add the counts of ``other``, of the same vocabulary, and return this counter."""
         for name in ("vocab_size", "tokenizer_sha256"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 raise ValueError(f"expected equal `{name}` to merge, got {ours!r} and {theirs!r}")
         self.df += other.df
         self.num_documents += other.num_documents
-        if self.num_tokens is None or other.num_tokens is None:
-            self.num_tokens = None
-        else:
-            self.num_tokens += other.num_tokens
+        self.num_tokens += other.num_tokens
         return self
 
-    def all_reduce(self) -> "DocumentFrequency":
-        """Sum the counts over the ranks of the default process group and return this counter.
+    def all_reduce(self) -> Self:
+        """Sum the counts over the ranks of the process group, if there is one; return this counter.
 
         Call it once, on every rank, after all counting: a second call would count every document
-        again. Without a process group it does nothing.
-
-        Raises:
-            ValueError: On every rank, if the ranks count different vocabularies.
+        again. Ranks that count different vocabularies are an error on every rank.
         """
         if num_ranks() == 1:
             return self
-        nccl = torch.distributed.get_backend() == "nccl"  # NCCL needs GPU tensors
-        numbers = [self.num_documents, self.num_tokens or 0, self.num_tokens is None]
-        counts = torch.cat([self.df, torch.tensor(numbers)]).to("cuda" if nccl else "cpu")
+        numbers = torch.tensor([self.num_documents, self.num_tokens], device="cpu")
+        on_gpu = torch.distributed.get_backend() == "nccl"
+        counts = torch.cat([self.df, numbers]).to("cuda" if on_gpu else "cpu")
         vocabulary = {"vocab_size": self.vocab_size, "tokenizer_sha256": self.tokenizer_sha256}
         agree_across_ranks("DocumentFrequency.all_reduce", True, counts, **vocabulary)
         counts = sum_over_ranks(counts).cpu()
-        self.num_documents, num_tokens, unknown = counts[-3:].tolist()
-        self.df, self.num_tokens = counts[:-3], None if unknown else num_tokens
+        self.df, (self.num_documents, self.num_tokens) = counts[:-2], counts[-2:].tolist()
         return self
 
     def idf(self, smoothing: Literal["bm25", "standard"] = "bm25") -> Tensor:
-        """Return the inverse document frequency of every token, float64 ``[V]``.
-
-        Args:
-            smoothing: ``"bm25"`` is positive for every token; ``"standard"`` is 0 for a token in
-                N - 1 documents and slightly negative for one in all N.
-
-        Raises:
-            ValueError: If no document was counted, or the smoothing is unknown.
-        """
+        """Return the inverse document frequency of every token, float64 ``[V]``."""
         check_choice("smoothing", smoothing, ("bm25", "standard"))
-        if self.num_documents == 0:
-            raise ValueError("expected at least one document for `idf`, got none")
-        df = self.df.double()
+        n, df = self._documents_for("idf"), self.df.double()
         if smoothing == "bm25":
-            return torch.log1p((self.num_documents - df + 0.5) / (df + 0.5))
-        return torch.log(self.num_documents / (df + 1))
+            return torch.log1p((n - df + 0.5) / (df + 0.5))
+        return torch.log(n / (df + 1))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the counts to ``path`` atomically, as an ``.npz`` archive; no suffix is appended.
-
-        Raises:
-            ValueError: If ``path`` exists and is not a regular file.
-        """
-        numbers = {"num_documents": self.num_documents, "vocab_size": self.vocab_size}
-        if self.num_tokens is not None:  # first: a damaged directory may lose its last entry
-            numbers = {"num_tokens": self.num_tokens, **numbers}
-        arrays: dict[str, Any] = {name: np.int64(number) for name, number in numbers.items()}
+        """Write the counts atomically, as an ``.npz`` archive; no suffix is appended."""
+        arrays: dict[str, Any] = {name: np.int64(getattr(self, name)) for name in NUMBERS}
         arrays |= {"df": self.df.numpy(), "tokenizer_sha256": np.str_(self.tokenizer_sha256 or "")}
         with replaced_file(path) as file:  # NumPy appends .npz to a name, but not to an open file
             np.savez_compressed(file, **arrays)
 
     @classmethod
     def load(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        tokenizer: Any = None,
-        vocab_size: int | None = None,
-    ) -> "DocumentFrequency":
+        cls, path: str | os.PathLike[str], *, tokenizer: Any = None, vocab_size: int | None = None
+    ) -> Self:
         """Load a file written by ``save``, without unpickling.
 
-        Args:
-            path: The file.
-            tokenizer: The tokenizer that must have made the counts, with ``get_vocab()``.
-            vocab_size: The V that the counts must have, such as that of the model.
-
-        Raises:
-            ValueError: If the file was not written by ``save``, is damaged, or has another
-                tokenizer (or no fingerprint) or vocabulary size.
+        Counts of another ``tokenizer`` (with ``get_vocab()``) or ``vocab_size``, where these are
+        given, are refused before they are unpacked. Impossible numbers are refused, too.
         """
         sha256 = None if tokenizer is None else tokenizer_sha256(tokenizer)
+        what = f"{path} is not a DocumentFrequency file"
         with open(path, "rb") as file:
-            try:
+            with refused_if_damaged(what):
                 archive = np.load(file, allow_pickle=False)
+                found = _small_entries(archive)
+            for name, wanted in (("vocab_size", vocab_size), ("tokenizer_sha256", sha256)):
+                if wanted not in (None, had := found[name]):
+                    raise ValueError(f"expected {path} to have {name} = {wanted!r}, got {had!r}")
+            with refused_if_damaged(what):
                 if archive.zip.testzip() is not None:
                     raise ValueError("its checksum is wrong")
-                counter = cls._of(dict(archive))
-            except Exception as error:  # a damaged archive fails in many ways
-                raise ValueError(f"{path} is not a DocumentFrequency file: {error}") from error
-        for name, wanted in (("vocab_size", vocab_size), ("tokenizer_sha256", sha256)):
-            received = getattr(counter, name)
-            if wanted not in (None, received):
-                raise ValueError(f"expected {path} to have {name} = {wanted!r}, got {received!r}")
+                df, most = torch.from_numpy(archive["df"]), found["num_documents"]
+                if df.min() < 0 or df.max() > most or df.sum() > found["num_tokens"]:
+                    raise ValueError(f"its `df` is not of {most} documents")
+        counter = cls(len(df), tokenizer_sha256=found["tokenizer_sha256"])
+        counter.df, counter.num_documents, counter.num_tokens = df, most, found["num_tokens"]
         return counter
 
-    @classmethod
-    def _of(cls, arrays: dict[str, Any]) -> "DocumentFrequency":
-        if arrays.keys() - {"num_tokens"} != ARRAYS:
-            raise ValueError(f"it contains {', '.join(arrays)}")
-        fingerprint = str(arrays["tokenizer_sha256"]) or None
-        counter = cls(int(arrays["vocab_size"]), tokenizer_sha256=fingerprint)
-        counter.num_documents = int(arrays["num_documents"])
-        # Files of older versions have no number of tokens.
-        counter.num_tokens = int(arrays["num_tokens"]) if "num_tokens" in arrays else None
-        df = torch.from_numpy(arrays["df"])
-        is_count = df.dtype == torch.int64 and df.shape == counter.df.shape
-        if not is_count or df.min() < 0 or df.max() > counter.num_documents:
-            raise ValueError(f"expected V integers in [0, {counter.num_documents}] as `df`")
-        counter.df = df
-        return counter
+
+def _small_entries(archive: Any) -> dict[str, Any]:
+    """Read all but the counts, of which shape and dtype are checked."""
+    stored, kinds = npz_headers(archive), {"tokenizer_sha256": "U", **dict.fromkeys(NUMBERS, "i")}
+    if stored.keys() != {"df", *kinds}:
+        raise ValueError(f"it contains {', '.join(stored)}")
+    shape_of_df, dtype_of_df = stored.pop("df")
+    for name, (shape, dtype) in stored.items():
+        if shape or dtype.kind != kinds[name]:
+            raise ValueError(f"its `{name}` is {dtype} of shape {list(shape)}")
+    found = {name: archive[name].item() for name in stored}
+    if min(found[name] for name in NUMBERS) < 0:
+        raise ValueError("one of its numbers is below 0")
+    if shape_of_df != (found["vocab_size"],) or dtype_of_df != np.int64:
+        raise ValueError("its `df` has not V integers")
+    return {**found, "tokenizer_sha256": found["tokenizer_sha256"] or None}
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
-    """Return the fingerprint of a tokenizer's vocabulary, for ``DocumentFrequency``.
-
-    It is the SHA-256 of the (token, id) pairs in sorted order, 64 hexadecimal digits.
-    """
+    """Return the fingerprint of a tokenizer: SHA-256 of its sorted (token, id) pairs."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(vocabulary.encode()).hexdigest()

@@ -10,9 +10,11 @@ import torch
 
 import sparse_losses
 import sparse_losses.functional as F
+from sparse_losses import explain
 from sparse_losses._core import implementations as module
 from sparse_losses._core.implementations import Implementation, always, choose, compute
 from tests.cases import FIRST, LOSSES
+from tests.instruments import Recorder
 
 
 def definition(x, factor, gather=False):
@@ -115,3 +117,34 @@ def test_impl_lists_the_implementations_of_a_loss(loss):
     listed = ", ".join(repr(name) for name in allowed)
     with pytest.raises(ValueError, match=f"expected `impl` to be one of {listed}, got 'fast'"):
         case.function()(**case.tensors(), impl="fast")
+
+
+def test_explain_names_the_implementation_and_what_speaks_against_those_before_it():
+    wide, dense = torch.zeros(64, 5000), torch.randn(64, 8)
+    wide[:, 3] = 1.0
+    first = explain(F.info_nce_loss, wide, wide).splitlines()
+    assert first == ['info_nce_loss takes "nonzeros"']
+    lines = explain(sparse_losses.InfoNCELoss(), dense, dense).splitlines()
+    assert lines[0] == 'InfoNCELoss takes "direct"'
+    assert lines[1].startswith('  not "nonzeros": it is for CSR tensors')
+    assert lines[2].startswith('  not "blocks": it is for more scores than')
+    lines = explain(F.info_nce_loss, dense, dense, reduction="none").splitlines()
+    assert lines[0] == 'info_nce_loss takes "definition"'
+    assert lines[3] == '  not "direct": it needs reduction="mean" or "sum"'
+    assert explain(F.flops_loss, dense) == 'flops_loss takes "definition", which it has alone'
+    with pytest.raises(ValueError, match='expected reduction="mean" or "sum" with impl="direct"'):
+        explain(F.info_nce_loss, dense, dense, reduction="none", impl="direct")
+    said = []
+    torch.func.grad(lambda x: (said.append(explain(F.nws_loss, x, x, x, None)), x.sum())[1])(
+        torch.eye(3)
+    )
+    assert said[0].splitlines()[1].endswith("torch.func and exporters need the definition")
+    assert explain(F.n_pair_loss, dense, dense).startswith('n_pair_loss takes "direct"')
+
+
+def test_explain_computes_nothing():
+    x = torch.randn(4, 8)
+    with Recorder() as seen:
+        explain(F.info_nce_loss, x, x, impl="direct")
+    assert seen.largest == 0
+    F.info_nce_loss(x, x)  # nothing stays behind

@@ -1,5 +1,7 @@
 """The script for a GPU, as far as a CPU can run it."""
 
+import csv
+import importlib.util
 import os
 import subprocess
 from pathlib import Path
@@ -10,7 +12,8 @@ import torch
 
 pytest.importorskip("rich")
 
-from benchmarks import __main__ as command
+from benchmarks import losses
+from benchmarks.run import old_and_new
 from benchmarks.studies import training_step
 from tests.on_device import on_device
 
@@ -24,31 +27,50 @@ def run(folder: Path, python: str, *parts: str) -> subprocess.CompletedProcess[s
     return subprocess.run(words, env=env, capture_output=True, text=True, check=False)
 
 
+PARTS = "tests", "compare", "training-0.01", "training-1", "graphs"
+
+
 def test_every_part_is_a_valid_command(tmp_path: Path):
     ran = run(tmp_path, "echo")
     assert ran.returncode == 0
-    is_done = {
-        part: f"== {part}: done" in ran.stdout for part in ("training", "losses", "ranks", "tests")
-    }
-    assert all(is_done.values())
-    calls = {part: (tmp_path / f"{part}.log").read_text().split() for part in is_done}
-    for part, parser in (("losses", command.parser()), ("training", training_step.parser())):
-        assert parser.parse_args(calls[part][2:]).device == "cuda"
-    assert calls["losses"][1] == "benchmarks"
-    assert calls["training"][1] == training_step.__name__
-    files = [word for part in calls for word in calls[part] if word.startswith("tests/")]
-    assert len(files) == 4
+    assert all(f"== {part}: done" in ran.stdout for part in PARTS)
+    limits = [int(line.split()[-2]) for line in ran.stdout.splitlines() if "at most" in line]
+    assert sum(limits) <= 12 * 60
+    calls = {part: (tmp_path / f"{part}.log").read_text().split() for part in PARTS}
+    for active in ("0.01", "1"):
+        _, module, *words = calls[f"training-{active}"]
+        assert module == training_step.__name__
+        assert training_step.parser().parse_args(words).active == float(active)
+    for part in ("compare", "graphs"):
+        assert importlib.util.find_spec(calls[part][1])
+    files = [word for word in calls["tests"] if word.startswith("tests/")]
+    assert len(files) == 3
     assert all((ROOT / file).exists() for file in files)
 
 
 def test_named_parts_run_and_a_failure_is_reported(tmp_path: Path):
-    ran = run(tmp_path, "false", "losses")
+    ran = run(tmp_path, "false", "graphs")
     assert ran.returncode == 1
-    assert "== losses: FAILED" in ran.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["losses.log"]
+    assert "== graphs: FAILED" in ran.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["graphs.log"]
     ran = run(tmp_path, "echo", "five")
     assert (ran.returncode, ran.stdout) == (2, "")
     assert "got five" in ran.stderr
+
+
+def test_old_and_new_are_measured_in_two_processes(tmp_path: Path, monkeypatch):
+    """This package against itself, with the first small case on a CPU."""
+    first = losses.cases("tiny")[:1]
+    monkeypatch.setattr(losses, "cases", lambda suite: first)
+    (tmp_path / "sparse_losses").symlink_to(ROOT / "sparse_losses")
+    output = tmp_path / "rows.csv"
+    words = ["--device", "cpu", "--suite", "tiny", "--output", str(output)]
+    assert old_and_new.main([str(tmp_path), *words]) == 0
+    with output.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["variant"], row["status"]) for row in rows] == [("old", "ok"), ("new", "ok")]
+    assert all(float(row["seconds"]) > 0 for row in rows)
+    assert old_and_new.main([str(tmp_path / "none"), *words]) == 2
 
 
 def test_code_for_the_cpu_runs_on_a_device():

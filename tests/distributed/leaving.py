@@ -18,16 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 import sparse_losses as sl
-from sparse_losses.functional import info_nce_loss
 from tests.cases import FIRST, LOSSES
 
 TIMEOUT = 5  # seconds, of the process groups
 V = 8
-LAYOUTS = ("rows", "columns") if hasattr(torch.distributed, "all_gather_single") else ()  # 2.13
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,18 +44,6 @@ def of_a_loss(stem: str, **options: Any) -> Callable[[], torch.Tensor]:
     return call
 
 
-def objective() -> torch.Tensor:
-    weights = {"info_nce": 1.0, "query_flops": 0.1, "document_flops": 0.1}
-    return sl.SpladeObjective(weights, gather=True)(sl.SpladeBatch(*map(sl.Texts, batch()))).total
-
-
-def steer() -> None:
-    controller = sl.SparsityController(sl.SpladeObjective({"document_flops": 0.1}), target_active=2)
-    for _ in range(2):
-        controller.observe(batch()[0])
-        controller.step()
-
-
 def count() -> None:
     seen = sl.DocumentFrequency(V)
     seen.update(torch.tensor([[1, 2]]), torch.ones(1, 2))
@@ -72,26 +56,12 @@ def diagnose() -> None:
     seen.all_reduce()
 
 
-@functools.cache
-def mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
-def on_dtensors(layout: str) -> torch.Tensor:
-    x = torch.rand(2, 4, V)
-    where = [Shard(0 if layout == "rows" else 1)]
-    return info_nce_loss(*(DTensor.from_local(each, mesh(), where, run_check=False) for each in x))
-
-
 CALLS: dict[str, Callable[[], torch.Tensor | None]] = {
     **{stem: of_a_loss(stem) for stem in LOSSES},
     **{f"{stem}, definition": of_a_loss(stem, impl="definition") for stem in ("info_nce", "nws")},
-    **{f"info_nce, {x}": functools.partial(on_dtensors, x) for x in LAYOUTS},
-    "objective": objective,
     "queue": lambda: sl.LabelQueue(9, V, 2, gather=True).enqueue(
         batch()[1].detach(), torch.ones(4, 2)
     ),
-    "controller": steer,
     "diagnostics": diagnose,
     "document_frequency": count,
     "gather_rows": lambda: sl.distributed.gather_rows(batch()[0]).sum(),
@@ -99,7 +69,7 @@ CALLS: dict[str, Callable[[], torch.Tensor | None]] = {
     "scatter_sum": lambda: sl.distributed.scatter_sum(batch()[0]).sum(),
     "maximum_over_ranks": lambda: sl.distributed.maximum_over_ranks(batch()[0]).sum(),
 }
-IN_BACKWARD = ("info_nce", "objective")  # whose gradients communicate
+IN_BACKWARD = ("info_nce", "flops")  # whose gradients communicate
 
 
 def tried(function: Callable[[], Any]) -> tuple[str, float]:
@@ -115,8 +85,6 @@ def tried(function: Callable[[], Any]) -> tuple[str, float]:
 def stay(leaves: bool, leave: Callable[[], None], names: tuple[str, ...]) -> dict[str, Any]:
     """Every call by a rank that stays, after the others have left."""
     CALLS["info_nce"]()
-    for layout in LAYOUTS:
-        on_dtensors(layout)
     if leaves:
         leave()
     return {name: tried(CALLS[name]) for name in names}
@@ -147,7 +115,7 @@ def scenarios() -> dict[str, tuple[int, Callable[[bool], dict[str, Any]]]]:
     }
     for name in IN_BACKWARD:  # on four ranks three stay, and each has an error
         run = functools.partial(stay_in_backward, name=name)
-        runs[f"exits before the backward pass of {name}"] = (4 if name == "objective" else 2), run
+        runs[f"exits before the backward pass of {name}"] = (4 if name == "flops" else 2), run
     return runs
 
 

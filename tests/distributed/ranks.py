@@ -15,19 +15,13 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from sparse_losses._core.dtensors import OLDEST
 from tests.distributed.recipe import leave
 
 TIMEOUT = timedelta(seconds=60)  # of a rank that waits for another
-needs_dtensors = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST,
-    reason="DTensors need a newer PyTorch",
-)
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -3,10 +3,23 @@
 tests/distributed/test_gather.py has the plainest cases on ranks that are processes.
 """
 
+import copy
+import warnings
+
+import numpy as np
 import pytest
 import torch
 
-from sparse_losses import InfoNCELoss, SpladeBatch, SpladeObjective, Texts
+import sparse_losses.functional as F
+from sparse_losses import (
+    ActivationFrequency,
+    DocumentFrequency,
+    InfoNCELoss,
+    LabelQueue,
+    SpladeBatch,
+    SpladeObjective,
+    Texts,
+)
 from sparse_losses.distributed import (
     agree_across_ranks,
     average_grad_over_ranks,
@@ -18,9 +31,10 @@ from sparse_losses.distributed import (
     skip_size_check,
     sum_over_ranks,
 )
-from sparse_losses.functional import flops_loss, info_nce_loss
-from tests.cases import CASES
-from tests.distributed.test_gather import PLAINEST, check, reductions, whole
+from sparse_losses.functional import info_nce_loss
+from sparse_losses.objective import terms
+from tests.cases import CASES, to_tensors
+from tests.distributed.test_gather import PLAINEST, check, part, reductions, whole
 from tests.distributed.threads import run_threads
 from tests.strategies import draw
 
@@ -43,6 +57,42 @@ def test_the_mean_is_over_the_valid_rows_of_all_ranks(case):
     arrays[name][-len(arrays[name]) // 2 :] = value  # all rows of the last rank
     for reduction in ("mean", "sum") if case.loss.reduces else (None,):
         run_threads(2, lambda own, r=reduction: check(case, own, 2, r, arrays))
+
+
+SPARSE = [
+    case
+    for case in CASES
+    if case.impl != "definition" and {len(case.dims[n]) for n in case.those("csr")} == {2}
+]
+
+
+@pytest.mark.parametrize("case", SPARSE, ids=lambda case: case.id)
+def test_sparse_rows_of_all_ranks_are_those_of_one_process(case):
+    arrays = whole(case, 2, seed=3)
+    for name in case.those("csr"):
+        x = arrays[name]
+        arrays[name] = np.abs(x) if case.stem == "min_activation" else x
+        arrays[name] = np.where(np.abs(x) < 0.4, 0.0, arrays[name])
+    expected, wanted = evaluate_sparse(case, arrays)
+    for own, (value, found) in enumerate(
+        run_threads(2, lambda own: evaluate_sparse(case, part(case, arrays, own, 2), gather=True))
+    ):
+        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
+        for name, gradient in found.items():
+            rows = wanted[name].chunk(2)[own]
+            torch.testing.assert_close(gradient / 2, rows, rtol=1e-9, atol=1e-9)
+
+
+def evaluate_sparse(case, arrays, **options):
+    """Value and gradients of CSR tensors of a call, these as dense ones."""
+    tensors, leaves = to_tensors(arrays), {}
+    for name in case.those("csr"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what PyTorch says of every CSR tensor
+            tensors[name] = leaves[name] = tensors[name].to_sparse_csr().requires_grad_()
+    value = case.function()(**tensors, **options)
+    value.backward()
+    return value.detach(), {name: leaf.grad.to_dense() for name, leaf in leaves.items()}
 
 
 def _hidden_nan(rank):
@@ -184,52 +234,96 @@ def test_ranks_agree_on_their_call_its_sizes_and_the_widest_dtype_that_is_sent()
     results = run_threads(2, lambda own: _said(own, x, call=f"call {own}", B=3))
     assert results == [
         f"expected every rank to be in call {own} with gather=True, as rank {own} is, got ranks "
-        f"[{1 - own}] in another loss"
+        f"[{1 - own}] in another call"
         for own in range(2)
     ]
 
 
-X = torch.rand(3, 2)
-BATCH = SpladeBatch(Texts(X), Texts(X))
+X, IDS, EYE = torch.rand(3, 3), torch.tensor([[0, 1]] * 3), torch.eye(3)
+WITH = {"gather": True}
+
+
+def enqueue(labels):
+    LabelQueue(4, 3, 3, gather=True).enqueue(X, labels)
+
+
+# What is called, what it accepts, and what one rank alone refuses: by type, shape or value.
+REFUSED = {
+    "dimensions": (lambda x: F.flops_loss(x, **WITH), X, X[0]),
+    "dtype": (lambda x: F.flops_loss(x, **WITH), X, X.long()),
+    "type": (lambda x: F.flops_loss(x, **WITH), X, [[1.0]]),
+    "number": (lambda t: F.info_nce_loss(X, X, temperature=t, **WITH), 0.1, -1.0),
+    "id": (lambda ids: F.positive_activation_loss(X, ids, IDS < 2, **WITH), IDS, IDS + 2),
+    "own id": (lambda ids: F.self_reconstruction_loss(X, ids, IDS < 2, **WITH), IDS, IDS - 1),
+    "mask": (lambda mask: F.self_reconstruction_loss(X, IDS, mask, **WITH), IDS, IDS + 1),
+    "weight": (lambda w: F.flops_loss(X, w, **WITH), X[0], -X[0]),
+    "token's weight": (
+        lambda w: F.positive_activation_loss(X, IDS, IDS < 2, w, **WITH),
+        X[0],
+        -X[0],
+    ),
+    "label": (lambda labels: F.nws_loss(X, labels, X, None, **WITH), EYE, 7 * EYE),
+    "key's label": (
+        lambda labels: F.nws_loss(X, EYE, X, EYE, key=X, key_labels=labels, **WITH),
+        EYE,
+        EYE / 2,
+    ),
+    "similarity": (
+        lambda alike: F.nws_loss(X, EYE, X, alike, key=X, key_labels=EYE, **WITH),
+        EYE,
+        2 * EYE,
+    ),
+    "queue": (enqueue, EYE, 7 * EYE),
+    "queue's shape": (enqueue, EYE, EYE[0]),
+}
+
+
+BATCH = SpladeBatch(Texts(torch.rand(3, 2)), Texts(torch.rand(3, 2)))
 
 
 def _objective(batch=BATCH, weight=1.0, **options):
-    SpladeObjective({"info_nce": weight}, info_nce=InfoNCELoss(**options), gather=True)(batch)
+    term = terms.info_nce(InfoNCELoss(**options))
+    SpladeObjective({"info_nce": (weight, term)}, gather=True)(batch)
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         ({"weight": 2.0}, r"weights\['info_nce'\] .* 1.0 on rank 0, 2.0 on rank 1"),
-        ({"temperature": 0.08}, "`info_nce.temperature` .* 0.07 on rank 0, 0.08 on rank 1"),
-        ({"decoupled": True}, "`info_nce.decoupled` .* False on rank 0, True on rank 1"),
+        (
+            {"temperature": 0.08},
+            "term 'info_nce' .*temperature=0.07,.* on rank 0, .*temperature=0.08.* on rank 1",
+        ),
+        (
+            {"decoupled": True},
+            "term 'info_nce' .*decoupled=False.* on rank 0, .*decoupled=True.* on rank 1",
+        ),
         (
             {"batch": BATCH._replace(positive_ids=torch.arange(3))},
-            r"`positive_ids` .* None on rank 0, integers \[3\] on rank 1",
+            r"`positive_ids` .* None on rank 0, integer \[3\] on rank 1",
         ),
     ],
     ids=lambda x: str(next(iter(x))) if isinstance(x, dict) else "",
 )
 def test_what_differs_between_the_ranks_of_an_objective_is_refused(change, expected):
-    with pytest.raises(ValueError, match=f"expected the same {expected}"):
+    with pytest.raises(ValueError, match=f"(?s)expected the same {expected}"):
         run_threads(2, lambda own: _objective(**(change if own else {})))
 
 
-@pytest.mark.parametrize(
-    ("call", "right", "wrong"),
-    [
-        *((lambda x: flops_loss(x, gather=True), X, wrong) for wrong in (X[0], X.long(), [[1.0]])),
-        (lambda number: info_nce_loss(X, X, temperature=number, gather=True), 0.1, -1.0),
-        *((_objective, BATCH, wrong) for wrong in (X, BATCH._replace(positive=Texts(X[0])))),
-    ],
-)
-def test_a_rank_that_refuses_its_arguments_tells_the_others_why(call, right, wrong):
+def error_of(call, argument):
+    try:
+        call(argument)
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_one_rank_refuses_is_an_error_on_every_rank(name):
+    call, right, wrong = REFUSED[name]
+
     def said(own, refusing):
-        try:
-            call(wrong if own in refusing else right)
-        except (TypeError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
-        return None
+        return error_of(call, wrong if own in refusing else right)
 
     refusal, _ = everyone = run_threads(2, said, [0, 1])
     assert everyone == [refusal] * 2
@@ -238,6 +332,42 @@ def test_a_rank_that_refuses_its_arguments_tells_the_others_why(call, right, wro
     assert first.startswith("ValueError: expected every rank to accept its arguments for ")
     assert first.endswith(f" with gather=True, got on rank 1 {refusal}")
     assert run_threads(2, said, []) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "name"),
+    [
+        (ActivationFrequency(3), ActivationFrequency(4), "V"),
+        (ActivationFrequency(3, decay=0.9), ActivationFrequency(3, decay=0.5), "`decay`"),
+        (DocumentFrequency(3), DocumentFrequency(4), "vocab_size"),
+        (
+            DocumentFrequency(3, tokenizer_sha256="a"),
+            DocumentFrequency(3, tokenizer_sha256="b"),
+            "tokenizer_sha256",
+        ),
+        (F.flops_loss, F.idf_flops_loss, None),
+    ],
+)
+def test_counters_of_other_vocabularies_are_an_error_on_every_rank(one, other, name):
+    counters = copy.deepcopy(one), copy.deepcopy(other)
+
+    def call(counter):
+        counter.all_reduce() if name else counter(X, X[0], gather=True)
+
+    everyone = run_threads(2, lambda own: error_of(call, counters[own]))
+    for said in everyone:
+        expected = f"expected the same {name} on every rank" if name else "in another call"
+        assert expected in said
+
+
+def test_ids_to_ignore_that_differ_are_told_to_every_rank():
+    def call(token):
+        ids = torch.tensor([token])
+        F.self_reconstruction_loss(X, IDS, IDS < 2, ignore_token_ids=ids, gather=True)
+
+    everyone = run_threads(2, lambda own: error_of(call, 9 if own else 1))
+    assert len(set(everyone)) == 1
+    assert "same `ignore_token_ids` on every rank" in everyone[0]
 
 
 def test_sizes_are_compared_once(monkeypatch):

@@ -9,29 +9,36 @@ import torch
 import torch.distributed as dist
 
 import sparse_losses as sl
-from sparse_losses.objective.terms import NEEDS
 from tests.distributed.ranks import run_ranks
+from tests.objective import making
 
 B, V, S, N = 4, 30, 6, 3  # of each rank
 SPECIAL, STOPWORDS = [0, 1], [7, 8, 9]
 
-# What the objective is made with, beside the terms' weights.
+# What the objective is made with, beside the terms' weights: losses and settings.
 OBJECTIVES = {
-    "defaults": lambda: {},
-    "masked": lambda: {},  # by `candidate_mask`
-    "stopwords": lambda: {"stopword_ids": STOPWORDS, "special_token_ids": SPECIAL},
-    "options": lambda: {
-        "special_token_ids": SPECIAL,
-        "info_nce": sl.InfoNCELoss(similarity="dot", symmetric=True),
-        "flops": sl.IdfFlopsLoss(torch.linspace(0.1, 2.0, V).double(), beta=0.4),
-        "self_reconstruction": sl.SelfReconstructionLoss(ignore_token_ids=SPECIAL, balanced=True),
-        "score_scale": 3.0,
-        "teacher_scale": 0.5,
-    },
-    "sums": lambda: {
-        "info_nce": sl.InfoNCELoss(decoupled=True, reduction="sum"),
-        "margin_mse": sl.MarginMSELoss(reduction="sum"),
-    },
+    "defaults": lambda: ({}, {}),
+    "masked": lambda: ({}, {}),  # by `candidate_mask`
+    "stopwords": lambda: ({}, {"stopword_ids": STOPWORDS, "special_token_ids": SPECIAL}),
+    "options": lambda: (
+        {
+            "info_nce": sl.InfoNCELoss(similarity="dot", symmetric=True),
+            "flops": sl.IdfFlopsLoss(torch.linspace(0.1, 2.0, V).double(), beta=0.4),
+        },
+        {
+            "special_token_ids": SPECIAL,
+            "similarity": "dot",
+            "score_scale": 3.0,
+            "teacher_scale": 0.5,
+        },
+    ),
+    "sums": lambda: (
+        {
+            "info_nce": sl.InfoNCELoss(decoupled=True, reduction="sum"),
+            "margin_mse": sl.MarginMSELoss(reduction="sum"),
+        },
+        {},
+    ),
 }
 # Negatives, and whose scores of the teacher's may stand beside them.
 FORMS = {
@@ -44,32 +51,23 @@ FORMS = {
 
 WORLD = 2
 CASES = [
-    *(
-        (negative, teacher, options, "auto")
-        for negative, teachers in FORMS.items()
-        for teacher in teachers
-        for options in OBJECTIVES
-    ),
-    *((negative, teachers[-1], "options", "definition") for negative, teachers in FORMS.items()),
+    (negative, teacher, options)
+    for negative, teachers in FORMS.items()
+    for teacher in teachers
+    for options in OBJECTIVES
 ]
 
 
-def objective(options: str, negative: str, *, gather: bool, impl: str) -> sl.SpladeObjective:
+def objective(options: str, negative: str, *, gather: bool) -> sl.SpladeObjective:
     """Every term that these negatives allow, each with another weight; one weight is learned."""
-    weights = {name: 0.3 + 0.1 * number for number, name in enumerate(NEEDS)}
+    weights = {name: 0.3 + 0.1 * number for number, name in enumerate(making.BUILDERS)}
     if negative in ("none", "shared"):
         del weights["triplet_margin"], weights["margin_mse"]
     weights["distillation"] = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-    made = sl.SpladeObjective(
-        weights,
-        language_penalty=sl.LanguagePenaltyLoss(torch.linspace(0.0, 1.0, V).double()),
-        gather=gather,
-        impl=impl,
-        **OBJECTIVES[options](),
-    )
-    if not gather:
-        made.info_nce.impl = "auto"
-    made.info_nce.temperature = torch.nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+    losses, settings = OBJECTIVES[options]()
+    made = making.objective(weights, losses, vocab=V, gather=gather, **settings)
+    learned = torch.nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+    made.terms["info_nce"].loss.temperature = learned
     return made
 
 
@@ -142,7 +140,7 @@ def gradients(loss: sl.SpladeObjective, batch: sl.SpladeBatch):
             side = side._replace(activations=pair[0], logits=pair[1])
         sides.append(side)
     total, terms = loss(sl.SpladeBatch(*sides, *batch[3:]))
-    held = [loss.info_nce.temperature, loss.weights["distillation"]]
+    held = [loss.terms["info_nce"].loss.temperature, loss.weights["distillation"]]
     grads = torch.autograd.grad(total, leaves + held)
     return total, terms, list(grads[:-2]), list(grads[-2:])
 
@@ -152,14 +150,14 @@ def compare(rank: int) -> dict[tuple[str, ...], str]:
     close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
     wrong = {}
     for case in CASES:
-        negative, teacher, options, impl = case
+        negative, teacher, options = case
         torch.manual_seed(5)
         batch = whole(negative, teacher, options)
         total, terms, by_texts, by_held = gradients(
-            objective(options, negative, gather=False, impl=impl), batch
+            objective(options, negative, gather=False), batch
         )
         own_total, own_terms, own_by_texts, own_by_held = gradients(
-            objective(options, negative, gather=True, impl=impl),
+            objective(options, negative, gather=True),
             part(batch, rank, negative, teacher),
         )
         own_by_held = [x.clone() for x in own_by_held]

@@ -9,6 +9,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 
 from sparse_losses import SpladeBatch, SpladeObjective
+from sparse_losses.objective import terms
 from tests.distributed.ranks import as_torchrun_would
 from tests.integrations import setting
 
@@ -17,7 +18,8 @@ BATCH = 8
 
 
 def objective(gather):
-    return SpladeObjective({"info_nce": 1.0, "document_flops": 0.01}, gather=gather)
+    weighted = {"info_nce": (1.0, terms.info_nce()), "flops": (0.01, terms.flops("document"))}
+    return SpladeObjective(weighted, gather=gather)
 
 
 def by_accelerate(folder, batch_size):

@@ -39,13 +39,11 @@ def states(tmp_path_factory):
 
 
 def assert_same(state, other, tolerance):
-    """The same loss in the last step, weights, and state of the controller."""
+    """The same loss in the last step, weights, and state of the schedule."""
     close = functools.partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     close(state["training"], other["training"])
     assert state["log"] == pytest.approx(other["log"], rel=10 * tolerance, abs=10 * tolerance)
-    for name in ("step", "status"):
-        assert state["controller"][name] == other["controller"][name]
-    close(state["controller"]["level"], other["controller"]["level"])
+    assert state["schedule"] == other["schedule"]
 
 
 @works_with("PyTorch", "fp32", "devices")
@@ -77,8 +75,7 @@ def test_compiled_two_ranks_train_as_one_process_in_eager_mode(states):
 )
 def test_half_precision_trains_much_as_single(states, precision):
     half, single = states[2][precision], states[2]["single"]
-    taken = half["warm-up"]["steps_taken"]
-    assert taken == half["controller"]["step"]
+    taken = half["schedule"]["steps_taken"]
     assert STEPS - 12 < taken <= STEPS, "a few steps of fp16 overflow and are skipped"
     assert half["log"]["info_nce"] == pytest.approx(single["log"]["info_nce"], abs=0.5)
     assert half["log"] != single["log"]
@@ -89,5 +86,5 @@ def test_a_resumed_run_is_the_same_to_the_bit(states):
     """It was interrupted after the checkpoint of its twentieth step, in a forward pass."""
     whole, resumed = states[2]["dropout"], states[2]["stopped"]
     torch.testing.assert_close(resumed["training"], whole["training"], rtol=0, atol=0)
-    for name in ("controller", "warm-up", "log", "step"):
+    for name in ("schedule", "log", "step"):
         assert resumed[name] == whole[name]

@@ -86,6 +86,7 @@ class _Group:
                 is_initialized=lambda: True,
                 get_world_size=lambda: self.size,
                 get_rank=lambda: self.local.rank,
+                get_backend=lambda: "gloo",
                 all_reduce=self.all_reduce,
             ),
             mock.patch.multiple(

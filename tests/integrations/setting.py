@@ -8,14 +8,13 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from sparse_losses import (
     InfoNCELoss,
-    SparsityController,
     SpladeBatch,
     SpladeEncoder,
     SpladeObjective,
-    Texts,
     TrainingSchedule,
     Warmup,
 )
+from sparse_losses.objective import terms
 from tests.distributed.recipe import example
 from tests.representation.tiny_models import masked_lm
 
@@ -51,12 +50,14 @@ def rows(count=16):
     return rows
 
 
-def objective(**options):
-    return SpladeObjective(
-        {"info_nce": 1.0, "document_flops": 0.01, "query_flops": 0.01},
-        info_nce=InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(1.0))),
-        **options,
-    )
+def objective(gather=False):
+    loss = InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(1.0)))
+    flops = {f"{side}_flops": (0.01, terms.flops(side)) for side in ("document", "query")}
+    return SpladeObjective({"info_nce": (1.0, terms.info_nce(loss)), **flops}, gather=gather)
+
+
+def temperature(objective):
+    return objective.terms["info_nce"].loss.temperature
 
 
 def gathered():
@@ -65,7 +66,8 @@ def gathered():
 
 def row_by_row():
     """An objective whose value over a batch is the mean over its rows."""
-    return SpladeObjective({"triplet_margin": 1.0, "query_min_activation": 0.1})
+    others = {"query_min_activation": (0.1, terms.min_activation("query"))}
+    return SpladeObjective({"triplet_margin": (1.0, terms.triplet_margin()), **others})
 
 
 def collate(rows):
@@ -111,36 +113,23 @@ def forget_accelerator():
 SHARED = {"accumulated": (row_by_row, 2), "gathered": (gathered, 1)}
 
 
-def steered(objective):
-    """A weight that warms up, another that is steered; or neither, of an objective without them."""
-    if "document_flops" not in objective.weights:
-        return []
-    return [
-        TrainingSchedule(objective, warmups={"query_flops": Warmup(5, "quadratic")}),
-        SparsityController(objective, target_active=30, steps=40),
-    ]
+def schedule_of(objective):
+    """A weight that warms up."""
+    name = [*objective.weights][-1]
+    return TrainingSchedule(objective, warmups={name: Warmup(5, "quadratic")})
 
 
-def batch_of(encoder, inputs):
-    """Tokenized columns, encoded one by one."""
-    texts = {
-        side: Texts(encoder(**column), *[column[key] for key in ("input_ids", "attention_mask")])
-        for side, column in inputs.items()
-    }
-    return SpladeBatch(**texts)
-
-
-def plain_loop(encoder, objective, batches, *, schedules=(), bf16=False):
+def plain_loop(encoder, objective, batches, *, bf16=False, warms_up=True):
     """PyTorch and nothing else: one step a batch; the total of each."""
     parameters = [*encoder.parameters(), *objective.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=RATE)
-    for schedule in schedules:
-        schedule.attach(optimizer)
+    if warms_up:
+        schedule_of(objective).attach(optimizer)
     encoder.train()
     totals = []
     for inputs in batches:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            total, _ = objective(batch_of(encoder, inputs))
+            total, _ = objective(SpladeBatch.from_columns(encoder, inputs))
         total.backward()
         optimizer.step()
         optimizer.zero_grad()

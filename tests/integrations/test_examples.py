@@ -17,11 +17,12 @@ ALONE = ["train_with_transformers", "train_with_accelerate", "train_with_lightni
 
 def test_every_training_script_is_tested():
     names = {path.stem for path in EXAMPLES.glob("train_with_*.py")}
-    assert names == {*ALONE, "train_with_ddp", "train_with_sharded_vocabulary"}
+    assert names == {*ALONE, "train_with_ddp"}
 
 
 # Lightning advises more workers and a logging interval that a tiny data set does not have.
 @pytest.mark.filterwarnings("ignore:.*(num_workers|logging interval).*")
+@pytest.mark.filterwarnings("ignore:sentence-transformers does not apply document_thr:UserWarning")
 @pytest.mark.parametrize("name", ALONE)
 def test_example_trains_and_resumes(name, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -30,7 +31,7 @@ def test_example_trains_and_resumes(name, tmp_path, capsys, monkeypatch):
     finally:
         setting.forget_accelerator()
     active = float(HELD_OUT.search(capsys.readouterr().out)[1])
-    assert 2 < active < 20
+    assert 1 < active < 4
 
 
 def test_ddp_example_on_two_ranks(tmp_path):
@@ -46,4 +47,4 @@ def test_ddp_example_on_two_ranks(tmp_path):
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    assert 2 < float(HELD_OUT.search(run.stdout)[1]) < 20
+    assert 1 < float(HELD_OUT.search(run.stdout)[1]) < 4

@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from lightning.pytorch.plugins.precision import MixedPrecision
 
+from sparse_losses import TrainingSchedule
 from tests.distributed.ranks import as_torchrun_would
 from tests.integrations import setting
 from tests.integrations.trainers import (
@@ -28,7 +29,6 @@ TRAINERS = {
     "Hugging Face Trainer": by_hugging_face,
     "sentence-transformers": by_sentence_transformers,
 }
-STATUS = "document_flops/status"
 OF_TRANSFORMERS = (by_hugging_face, by_sentence_transformers)
 
 
@@ -51,13 +51,11 @@ def _own_state():
 
 @each_works_with("fp32")
 def test_updates_are_those_of_a_plain_loop(train, tmp_path):
-    objective, reference = setting.objective(), setting.objective()
-    schedules, theirs = setting.steered(objective), setting.steered(reference)
-    run = train(tmp_path, objective, schedules)
-    compare(run, reference, theirs)
-    assert [str(schedule) for schedule in schedules] == [str(schedule) for schedule in theirs]
-    assert schedules[0].steps_taken == 8
-    assert objective.info_nce.temperature.item() != pytest.approx(1.0)
+    objective = setting.objective()
+    run = train(tmp_path, objective)
+    compare(run, setting.objective())
+    assert run.schedule.steps_taken == 8
+    assert setting.temperature(objective).item() != pytest.approx(1.0)
     assert run.terms["info_nce"] + 0.01 * run.terms["query_flops"] < run.totals[-1]
 
 
@@ -72,38 +70,65 @@ def test_updates_under_bf16_autocast_are_those_of_a_plain_loop(train, tmp_path):
 @each_works_with("compile")
 def test_compiled_updates_are_those_of_a_plain_loop(train, tmp_path):
     torch._dynamo.reset()
-    objective, reference = setting.objective(), setting.objective()
-    run = train(tmp_path, objective, setting.steered(objective), compiled=True)
-    compare(run, reference, setting.steered(reference), tolerance=1e-4)
+    run = train(tmp_path, setting.objective(), compiled=True)
+    compare(run, setting.objective(), tolerance=1e-4)
 
 
 @each_works_with("accumulation")
 def test_accumulated_updates_are_those_of_the_whole_batch(train, tmp_path):
-    schedule, _ = setting.steered(setting.objective())
-    run = train(tmp_path, setting.row_by_row(), [schedule], batch_size=2, accumulation=4)
+    run = train(tmp_path, setting.row_by_row(), batch_size=2, accumulation=4)
     if train not in OF_TRANSFORMERS:
         run.totals.clear()  # of other batches
     compare(run, setting.row_by_row(), batch_size=8)
-    assert schedule.steps_taken == 4
+    assert run.schedule.steps_taken == 4
+
+
+class Labelled(setting.InOrder):
+    """A Trainer of batches that have `labels`, such as scores of a teacher."""
+
+    def compute_loss(self, model, inputs, *args, **options):
+        texts = {name: column for name, column in inputs.items() if name != "labels"}
+        return super().compute_loss(model, texts, *args, **options)
+
+
+class ByTheEncoder(Labelled):
+    """A Trainer that does not say how its loss is to be divided: its model does."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.model_accepts_loss_kwargs = self.model.accepts_loss_kwargs
+
+
+@works_with("Hugging Face Trainer", "accumulation")
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 3)])  # the last step has one batch of three
+@pytest.mark.parametrize("kind", [Labelled, ByTheEncoder])
+def test_labels_in_a_batch_change_no_gradient(kind, sizes, tmp_path):
+    def collate(rows):
+        return setting.collate(rows) | {"labels": torch.rand(len(rows), 2)}
+
+    batch_size, accumulation = sizes
+    options = {"kind": kind, "collate": collate, "epochs": 1}
+    sizes = {"batch_size": batch_size, "accumulation": accumulation}
+    run = by_hugging_face(tmp_path, setting.row_by_row(), **sizes, **options)
+    compare(run, setting.row_by_row(), batch_size=batch_size * accumulation, epochs=1)
 
 
 @each_works_with("resume")
 def test_a_resumed_run_continues_to_the_bit(train, tmp_path):
     def one(**options):
         objective = setting.objective()
-        schedules = setting.steered(objective)
-        run = train(tmp_path, objective, schedules, optimizer=adamw, **options)
-        return run, [schedule.state_dict() for schedule in schedules]
+        run = train(tmp_path, objective, optimizer=adamw, **options)
+        return run, run.schedule.state_dict()
 
-    one()[0].save(tmp_path / HALF)  # after eight steps: two since the controller's last look
-    straight, states = one(epochs=4)
-    resumed, then_states = one(resume=tmp_path / HALF)
+    one()[0].save(tmp_path / HALF)  # after eight steps
+    straight, state = one(epochs=4)
+    resumed, then_state = one(resume=tmp_path / HALF)
     mine, theirs = (setting.weights(x.encoder, x.objective) for x in (resumed, straight))
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
     assert resumed.terms == straight.terms
     assert resumed.totals == straight.totals[-len(resumed.totals) :]
-    assert then_states == states
-    assert states[0]["steps_taken"] == 16
+    assert then_state == state
+    assert state["steps_taken"] == 16
 
 
 class Scaled(Accelerator):
@@ -127,42 +152,32 @@ def overflowing(train):
 @works_with("Lightning", "fp16")
 @each_trainer
 def test_skipped_steps_do_not_count(train, tmp_path):
-    objective = setting.objective()
-    schedule, controller = schedules = setting.steered(objective)
-    run = train(tmp_path, objective, schedules, optimizer=adamw, **overflowing(train))
+    run = train(tmp_path, setting.objective(), optimizer=adamw, **overflowing(train))
     taken = {int(state["step"]) for state in run.optimizer.state.values()}
     assert taken < {1, 2, 3, 4, 5, 6, 7}
-    assert taken == {schedule.steps_taken} == {controller.report()["step"]}
+    assert taken == {run.schedule.steps_taken}
     if train is by_lightning:
         assert run.totals[-1] < run.totals[0], "in fp16 it trains"
 
 
 def test_schedules_attach_before_accelerate_prepares_or_after():
     objective = setting.objective()
-    schedule, controller = setting.steered(objective)
+    first, second = setting.schedule_of(objective), TrainingSchedule(objective)
     optimizer = torch.optim.SGD(objective.parameters(), lr=0.1)
-    schedule.attach(optimizer)
+    first.attach(optimizer)
     prepared = Accelerator(cpu=True).prepare(optimizer)
     with pytest.raises(RuntimeError, match="attached once"):
-        schedule.attach(prepared)
-    controller.attach(prepared)
+        first.attach(prepared)
+    second.attach(prepared)
     prepared.step()
-    assert schedule.steps_taken == controller.report()["step"] == 1
-
-
-def compare_steered(train, folder, **options):
-    """Compare a run with schedules, of which the controller sees every text once."""
-    objective, reference = setting.objective(), setting.objective()
-    schedules, theirs = setting.steered(objective), setting.steered(reference)
-    run = train(folder, objective, schedules, batch_size=8, **options)
-    compare(run, reference, theirs, batch_size=8)
-    assert [str(schedule) for schedule in schedules] == [str(schedule) for schedule in theirs]
-    assert schedules[0].steps_taken == 4
+    assert first.steps_taken == second.steps_taken == 1
 
 
 @works_with("sentence-transformers", "cached")
 def test_cached_gradients_are_those_of_the_whole_batch_by_sentence_transformers(tmp_path):
-    compare_steered(by_sentence_transformers, tmp_path, mini_batch_size=3)
+    run = by_sentence_transformers(tmp_path, setting.objective(), batch_size=8, mini_batch_size=3)
+    compare(run, setting.objective(), batch_size=8)
+    assert run.schedule.steps_taken == 4
 
 
 BY_TWO = pytest.mark.parametrize("name", list(setting.SHARED))
@@ -175,14 +190,11 @@ def key_of(train, name):
 def run_on_this_rank(rank, folder, train, name, **options):
     setting.forget_accelerator()
     make, accumulation = setting.SHARED[name]
-    objective = make()
-    schedules = setting.steered(objective)
     sizes = {"batch_size": 2, "accumulation": accumulation, "rank": rank}
-    run = train(folder, objective, schedules, **sizes, **options)
+    run = train(folder, make(), **sizes, **options)
     assert torch.distributed.get_world_size() == 2
-    weights = run.encoder.state_dict(), objective.state_dict()
-    states = [(schedule.state_dict(), str(schedule)) for schedule in schedules]
-    return run, (weights, run.totals, run.terms, states)
+    weights = run.encoder.state_dict(), run.objective.state_dict()
+    return run, (weights, run.totals, run.terms, run.schedule.state_dict(), run.objective.weights)
 
 
 def on_one_of_several(rank, folder):
@@ -208,16 +220,15 @@ def test_two_processes_update_as_one_with_the_whole_batch(train, by_two, name):
     make, accumulation = setting.SHARED[name]
     for rank in (0, 1):
         outputs, _, _ = torch.load(by_two / f"{key_of(train, name)} {rank}.pt")
-        (saved, learned), totals, _, states = outputs
-        encoder, objective, reference = setting.encoder(), make(), make()
+        (saved, learned), totals, _, _, its_weights = outputs
+        encoder, objective = setting.encoder(), make()
         encoder.load_state_dict(saved)
         objective.load_state_dict(learned)
-        schedules = setting.steered(reference)
+        objective.weights = its_weights
         if name != "gathered" and train not in OF_TRANSFORMERS:  # which means them over processes
             totals = []  # the loss of a process is of its rows
-        run = Run(encoder, objective, totals, {}, None, None)
-        compare(run, reference, schedules, batch_size=4 * accumulation)
-        assert [str(schedule) for schedule in schedules] == [text for _, text in states]
+        run = Run(encoder, objective, totals, {}, None, None, None)
+        compare(run, make(), batch_size=4 * accumulation)
 
 
 @each_works_with("devices", "resume")
@@ -234,13 +245,11 @@ def test_two_processes_resume_with_the_same_figures(train, by_two, name):
 @BY_TWO
 def test_two_processes_of_the_hugging_face_trainer_log_as_one(by_two, name, tmp_path):
     make, accumulation = setting.SHARED[name]
-    objective = make()
-    schedules = setting.steered(objective)
-    run = by_hugging_face(tmp_path, objective, schedules, batch_size=4 * accumulation)
+    run = by_hugging_face(tmp_path, make(), batch_size=4 * accumulation)
     for rank in (0, 1):
         outputs, _, _ = torch.load(by_two / f"{key_of(by_hugging_face, name)} {rank}.pt")
         logged = outputs[2]
         assert "document/active_dimensions" in logged
         assert logged.keys() == run.terms.keys()
         for key, value in run.terms.items():
-            assert logged[key] == (pytest.approx(value, rel=1e-3) if key != STATUS else value)
+            assert logged[key] == pytest.approx(value, rel=1e-3)

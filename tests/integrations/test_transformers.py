@@ -9,14 +9,13 @@ import torch
 from safetensors.torch import save
 from transformers import TrainerCallback
 
-from sparse_losses import Diagnostics, InfoNCELoss, SparsityController, SpladeEncoder
+from sparse_losses import Diagnostics, InfoNCELoss, SpladeBatch, SpladeEncoder
 from sparse_losses.integrations.transformers import TrainingState
 from tests.integrations import setting
 from tests.integrations.trainers import adamw, by_hugging_face, compare
-from tests.objective.test_late_copies import LateCopy
 
-VOCAB_SIZE = setting.VOCAB_SIZE
 EXACT = {"rtol": 0.0, "atol": 0.0}
+SAVED = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
 works_with = pytest.mark.works_with
 TRAINER = "Hugging Face Trainer"
 ObjectiveTrainer = setting.example("train_with_transformers").ObjectiveTrainer
@@ -26,21 +25,19 @@ def make(folder, objective, *schedules, encoder=None, state=None, optimized=None
     """A trainer with the callback; of a model and a learned temperature."""
     encoder = setting.encoder() if encoder is None else encoder
     if state is None:
-        diagnostics = {side: Diagnostics(VOCAB_SIZE) for side in ("query", "document")}
+        diagnostics = {side: Diagnostics(setting.VOCAB_SIZE) for side in ("query", "document")}
         state = TrainingState(*schedules, loss=objective, diagnostics=diagnostics)
-    parameters = [*encoder.model.parameters(), *objective.parameters()]
-    trainer = ObjectiveTrainer(
-        encoder.model,
+    parameters = [*encoder.parameters(), *objective.parameters()]
+    return ObjectiveTrainer(
+        encoder,
         setting.arguments(folder, remove_unused_columns=False, **settings),
         objective=objective,
-        processing_class=encoder.tokenizer,
         data_collator=setting.collate,
         train_dataset=setting.rows(40),
         eval_dataset=setting.rows(7),
         optimizers=(adamw(parameters if optimized is None else optimized), None),
         callbacks=[state],
     )
-    return trainer
 
 
 def logs_of(trainer, name="loss"):
@@ -65,73 +62,52 @@ def test_last_step_of_fewer_batches_is_their_mean(tmp_path):
         {"accelerator_config": {"use_seedable_sampler": False}},  # PyTorch's own
     ],
 )
-def test_shuffled_rows_and_dropout_resume_to_the_bit(tmp_path, settings):
+def test_shuffled_rows_and_dropout_resume_to_the_bit(settings, tmp_path):
     def run(resume=None):
         objective = setting.objective()
-        schedules = setting.steered(objective)
-        trainer = make(
-            tmp_path,
-            objective,
-            *schedules,
-            encoder=setting.encoder(dropout=0.1),
-            max_steps=8,
-            save_strategy="steps",
-            save_steps=4,
-            lr_scheduler_type="linear",
-            **settings,
-        )
+        schedule, encoder = setting.schedule_of(objective), setting.encoder(dropout=0.1)
+        settings.update(SAVED, save_steps=4, max_steps=8, lr_scheduler_type="linear")
+        trainer = make(tmp_path, objective, schedule, encoder=encoder, **settings)
         trainer.train(resume_from_checkpoint=resume)
         weights = setting.weights(trainer.model, objective)
-        states = json.loads(
-            json.dumps([one.state_dict() for one in schedules])
-        )  # as they are saved
-        return weights, logs_of(trainer), states, schedules
+        state = json.loads(json.dumps(schedule.state_dict()))  # as it is saved
+        return weights, logs_of(trainer), state
 
-    weights, logs, states, (schedule, controller) = run()
+    weights, logs, state = run()
     moved = tmp_path / "elsewhere"
     (tmp_path / "checkpoint-4").rename(moved)
-    then_weights, then_logs, then_states, _ = run(str(moved))
+    then_weights, then_logs, then_state = run(str(moved))
     torch.testing.assert_close(then_weights, weights, **EXACT)
     assert then_logs == logs
-    assert then_states == states
-    assert schedule.steps_taken == 8
-    assert controller.checkpoint == str(tmp_path / "checkpoint-8")
+    assert then_state == state
+    assert state["steps_taken"] == 8
 
 
-def test_checkpoint_is_a_folder_of_the_model_and_a_file_of_numbers(tmp_path):
-    encoder, objective = setting.encoder(), setting.objective()
-    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
-    make(tmp_path, objective, *setting.steered(objective), encoder=encoder, **settings).train()
+def test_checkpoint_is_a_folder_of_the_encoder_and_a_file_of_numbers(tmp_path):
+    encoder = setting.encoder(gate=True, idf_weights=torch.rand(setting.VOCAB_SIZE))
+    objective = setting.objective()
+    make(tmp_path, objective, setting.schedule_of(objective), encoder=encoder, **SAVED).train()
     folder = tmp_path / "checkpoint-2"
-    saved = SpladeEncoder.from_pretrained(folder)
     texts = ["서울 맛집", "a learned sparse retriever"]
     encoder.eval()
-    one, other = (x.encode(texts, output="dense") for x in (saved, encoder))
+    loaded = SpladeEncoder.from_pretrained(folder)
+    one, other = (x.encode(texts, output="dense") for x in (loaded, encoder))
     torch.testing.assert_close(one, other, **EXACT)
     state = json.loads((folder / "trainer_state.json").read_text("utf-8"))
     saved = state["stateful_callbacks"]["TrainingState"]
     assert saved["schedules"][0]["steps_taken"] == 2
-    assert saved["learned"] == ["loss.info_nce.temperature"]
+    assert len(saved["learned"]) > 0
 
 
 @works_with(TRAINER, "resume")
 def test_best_model_comes_back_with_the_parameters_of_its_loss(tmp_path):
-    objective = setting.objective()
-    trainer = make(
-        tmp_path,
-        objective,
-        max_steps=6,
-        save_strategy="steps",
-        save_steps=2,
-        eval_strategy="steps",
-        eval_steps=2,
-        load_best_model_at_end=True,
-        metric_for_best_model="terms/info_nce",
-        greater_is_better=True,  # so that the first is the best
-    )
+    objective, name = setting.objective(), "eval_terms/info_nce"
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "terms/info_nce"}
+    best["greater_is_better"] = True  # so that the first is the best
+    best |= {"eval_strategy": "steps", "eval_steps": 2}
+    trainer = make(tmp_path, objective, **(SAVED | best | {"max_steps": 6}))
     trainer.train()
     assert trainer.state.best_global_step == 2
-    name = "eval_terms/info_nce"
     before = [entry[name] for entry in logs_of(trainer, name)]
     assert trainer.evaluate()["eval_loss"] == logs_of(trainer, name)[0]["eval_loss"]
     assert before[0] > before[-1]
@@ -141,17 +117,8 @@ def test_best_model_comes_back_with_the_parameters_of_its_loss(tmp_path):
 def test_terms_are_logged_as_means_of_the_window(tmp_path):
     """An evaluation in between is no part of it."""
     objective = setting.objective()
-    controller = SparsityController(objective, target_active=30)
-    trainer = make(
-        tmp_path,
-        objective,
-        controller,
-        max_steps=5,
-        gradient_accumulation_steps=2,
-        logging_steps=2,
-        eval_strategy="steps",
-        eval_steps=1,
-    )
+    sizes = {"max_steps": 5, "gradient_accumulation_steps": 2, "logging_steps": 2}
+    trainer = make(tmp_path, objective, **sizes, eval_strategy="steps", eval_steps=1)
     outputs = []
     objective.register_forward_hook(
         lambda *args: outputs.append(args[-1]) if torch.is_grad_enabled() else None
@@ -160,17 +127,12 @@ def test_terms_are_logged_as_means_of_the_window(tmp_path):
     logs = logs_of(trainer)
     assert len(logs) == 2
     for entry, window in zip(logs, (outputs[:4], outputs[4:8]), strict=True):
-        for name in ("info_nce", "query_flops"):  # the controller waits
+        for name in objective.weights:
             values = [output.terms[name].item() for output in window]
             assert entry[f"terms/{name}"] == pytest.approx(sum(values) / 4)
         assert entry["loss"] == pytest.approx(sum(o.total.item() for o in window) / 4)
         assert entry["query/texts"] == entry["document/texts"] == 16
         assert 0 < entry["query/active_dimensions"] < entry["document/largest"]
-    report = controller.report()
-    assert logs[1]["document_flops/target"] == 30
-    assert logs[1]["document_flops/weight"] == 0.0  # it waits
-    assert controller.steps == 5
-    assert logs[1]["document_flops/status"] == report["status"] == "waiting"
 
 
 class Seen(TrainerCallback):
@@ -181,7 +143,7 @@ class Seen(TrainerCallback):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_callbacks_see_the_numbers_of_one_before_them(tmp_path, is_first):
+def test_callbacks_see_the_numbers_of_one_before_them(is_first, tmp_path):
     objective, seen = setting.objective(), Seen()
     trainer = make(tmp_path, objective, state=TrainerCallback(), max_steps=1)
     both = [TrainingState(loss=objective), seen]
@@ -190,18 +152,6 @@ def test_callbacks_see_the_numbers_of_one_before_them(tmp_path, is_first):
     trainer.train()
     assert ("terms/info_nce" in seen.names) == is_first
     assert "terms/info_nce" in logs_of(trainer)[0]
-
-
-def test_unmeasured_number_of_a_controller_is_not_logged(tmp_path, monkeypatch):
-    """On an accelerator a measurement arrives a step later."""
-    monkeypatch.setattr("sparse_losses.objective.controller.HostCopy", LateCopy)
-    objective = setting.objective()
-    controller = SparsityController(objective, target_active=30)
-    trainer = make(tmp_path, objective, controller)
-    trainer.train()
-    logs = logs_of(trainer)
-    assert ["document_flops/active" in entry for entry in logs] == [False, True, True, True]
-    assert all(entry["document_flops/status"] == "waiting" for entry in logs)
 
 
 def test_evaluation_terms_are_means_over_rows(tmp_path):
@@ -214,7 +164,7 @@ def test_evaluation_terms_are_means_over_rows(tmp_path):
     encoder, reference = setting.encoder().eval(), setting.objective()
     with torch.no_grad():
         four, three = (
-            reference(setting.batch_of(encoder, setting.collate(some)))
+            reference(SpladeBatch.from_columns(encoder, setting.collate(some)))
             for some in (rows[:4], rows[4:])
         )
     mean = (4 * four.total.item() + 3 * three.total.item()) / 7
@@ -225,53 +175,30 @@ def test_evaluation_terms_are_means_over_rows(tmp_path):
     assert not objective._forward_hooks, "nothing stays attached"
 
 
-def test_evaluation_counts_active_dimensions(tmp_path):
-    objective, rows = setting.objective(), setting.rows(7)
-    terms = {"query_flops": "anchor", "document_flops": "positive"}
-    controllers = [SparsityController(objective, term, target_active=2) for term in terms]
-    settings = {"eval_on_start": True, "per_device_eval_batch_size": 4}
-    trainer = make(tmp_path, objective, *controllers, max_steps=1, **settings)
-    trainer.train()
-    metrics = logs_of(trainer, "eval_loss")[0]
-    with torch.no_grad():
-        batch = setting.batch_of(setting.encoder().eval(), setting.collate(rows))
-    for term, side in terms.items():
-        active = getattr(batch, side).activations.count_nonzero().item() / 7
-        assert metrics[f"eval_{term}/active"] == pytest.approx(active)
-
-
 def test_parameters_that_are_not_optimised_are_an_error(tmp_path):
     encoder, objective = setting.encoder(), setting.objective()
-    trainer = make(tmp_path, objective, encoder=encoder, optimized=encoder.model.parameters())
-    with pytest.raises(ValueError, match=r"one without \['loss.info_nce.temperature'\]: pass the"):
+    trainer = make(tmp_path, objective, encoder=encoder, optimized=encoder.parameters())
+    with pytest.raises(ValueError, match=r"one without \['loss\..*temperature'\]: pass the"):
         trainer.train()
 
 
 def test_loss_within_the_model_is_the_models(tmp_path):
-    """Then the trainer saves and averages it."""
+    """Then the trainer averages its gradients."""
     encoder, objective = setting.encoder(), setting.objective()
-    encoder.model.objective = objective
-    state = TrainingState(loss=objective)
-    trainer = make(
-        tmp_path, objective, encoder=encoder, state=state, optimized=encoder.parameters()
-    )
-    trainer.train()
-    assert state.state()["learned"] == []
+    encoder.objective = objective
+    state, parameters = TrainingState(loss=objective), encoder.parameters()
+    make(tmp_path, objective, encoder=encoder, state=state, optimized=parameters).train()
+    assert state._learned == {}
 
 
 def test_checkpoint_of_another_run_is_an_error(tmp_path):
-    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     objective = setting.objective()
-    make(tmp_path, objective, *setting.steered(objective), **saved).train()
-    for state, message in (
-        (TrainingState(), r"state of 0 schedules .* \[\], got one with 2 and .*temperature'\]"),
-        (
-            TrainingState(*setting.steered(objective)[:1], loss=objective),
-            r"of 1 schedules .* 2 and",
-        ),
-    ):
-        other = make(tmp_path, objective, state=state, **saved)
-        with pytest.raises(ValueError, match=message):
+    make(tmp_path, objective, setting.schedule_of(objective), **SAVED).train()
+    others = [(TrainingState(), 0), (TrainingState(loss=objective), 0)]
+    others.append((TrainingState(*[setting.schedule_of(setting.objective())] * 2), 2))
+    for state, count in others:
+        other = make(tmp_path, objective, state=state, **SAVED)
+        with pytest.raises(ValueError, match=f"the state of {count} schedules and of the param"):
             other.train(resume_from_checkpoint=True)
 
 
@@ -284,82 +211,59 @@ def test_second_training_state_is_an_error_when_training_starts(tmp_path):
 
 @works_with(TRAINER, "resume")
 def test_damaged_checkpoint_and_replaced_callbacks_are_errors(tmp_path):
-    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     objective = setting.objective()
-    make(tmp_path, objective, **saved).train()
+    make(tmp_path, objective, **SAVED).train()
     name = "restore_callback_states_from_checkpoint"
-    trainer = make(tmp_path, objective, **saved, **{name: True})
+    trainer = make(tmp_path, objective, **SAVED, **{name: True})
     with pytest.raises(ValueError, match=f"without `{name}`"):
         trainer.train(resume_from_checkpoint=True)
     path = tmp_path / "checkpoint-2" / "trainer_state.json"
     content = json.loads(path.read_text("utf-8"))
-    others = save({"loss.info_nce.temperature": torch.ones(2)})
-    for tensors in (None, "garbage", base64.b64encode(others).decode()):
-        content["stateful_callbacks"]["TrainingState"]["tensors"] = tensors
+    key = "loss." + next(name for name, _ in objective.named_parameters())
+    for tensors in (None, "garbage", base64.b64encode(save({key: torch.ones(2)})).decode()):
+        content["stateful_callbacks"]["TrainingState"]["learned"] = tensors
         path.write_text(json.dumps(content))
-        before = objective.info_nce.temperature.item()
-        with pytest.raises(ValueError, match=r"temperature'\] of checkpoint-2 are damaged"):
-            make(tmp_path, objective, **saved).train(resume_from_checkpoint=True)
-        assert objective.info_nce.temperature.item() == before
+        before = setting.temperature(objective).item()
+        with pytest.raises(ValueError, match=r"temperature'\] in checkpoint-2, got another"):
+            make(tmp_path, objective, **SAVED).train(resume_from_checkpoint=True)
+        assert setting.temperature(objective).item() == before
 
 
 def test_arguments_of_other_types_are_errors():
     for wrong in (3, setting.objective()):
-        with pytest.raises(TypeError, match="expected schedules and controllers, got"):
+        with pytest.raises(TypeError, match="expected schedules, got"):
             TrainingState(wrong)
-    for wrong in ("x", {"loss": 3}):
-        with pytest.raises(TypeError, match="expected `loss` to be a module or a dict of modules"):
-            TrainingState(loss=wrong)
-
-
-@pytest.mark.parametrize("target", [5, 90])
-def test_the_end_of_a_run_says_what_became_of_the_target(target, tmp_path, capsys):
-    """A target below what is active is reached by calibration, and another is named."""
-    encoder, objective = setting.encoder(), setting.objective()
-    documents = [row["positive"] for row in setting.rows(60)]
-    controller = SparsityController(objective, target_active=target)
-    objective.weights["query_flops"] = 0.0
-    options = {"calibrate_on": documents, "encoder": encoder}
-    if target == 5:
-        options["calibrate_to"] = target = 6
-    state = TrainingState(controller, loss=objective, **options)
-    make(tmp_path, objective, encoder=encoder, state=state, max_steps=7).train()
-    given = [text for number, text in enumerate(documents) if number % 5]
-    counts = [
-        (encoder.encode_document(texts, output="dense") > 0).sum(1).double().mean().item()
-        for texts in (given, documents[::5])
-    ]
-    found = [line for line in capsys.readouterr().out.splitlines() if "wanted" in line]
-    pattern = r"documents: ([\d.]+) active of (\d+) wanted, (.*); ([\d.]+) on texts left out of it"
-    (first, wanted, done, left_out) = re.search(pattern, found[-1]).groups()
-    assert [first, wanted, left_out] == [f"{counts[0]:.1f}", str(target), f"{counts[1]:.1f}"]
-    assert controller.outcome() in found[0]
-    if target == 6:
-        assert counts[0] == pytest.approx(target, rel=0.02)
-        assert done == "after calibration"
-        assert encoder.document_threshold > 0
-        assert "`calibrate` prunes the rest" in found[0]
-    else:
-        assert done == "not calibrated, which only removes dimensions"
-        assert encoder.document_threshold is None
-
-
-def test_calibration_needs_texts_a_target_and_an_encoder(tmp_path):
-    objective = setting.objective()
-    controller = SparsityController(objective, target_active=5)
-    with pytest.raises(ValueError, match="at least five texts, got 4"):
-        TrainingState(controller, calibrate_on=["a"] * 4)
     with pytest.raises(TypeError, match="list of strings, got str"):
-        TrainingState(controller, calibrate_on="a document")
-    with pytest.raises(ValueError, match="expected `calibrate_to`"):
+        TrainingState(calibrate_on="a document", calibrate_to=3)
+    with pytest.raises(ValueError, match="expected `calibrate_on` with `calibrate_to`"):
         TrainingState(calibrate_on=["a"] * 5)
-    state = TrainingState(controller, loss=objective, calibrate_on=["a"] * 5)
-    with pytest.raises(TypeError, match=r"expected a SpladeEncoder, .* got BertForMaskedLM"):
-        make(tmp_path, objective, state=state, max_steps=1).train()
-
-
-def test_diagnostics_are_of_a_side_and_losses_may_be_a_dict():
-    with pytest.raises(ValueError, match="diagnostics"):
-        TrainingState(diagnostics={"queries": Diagnostics(VOCAB_SIZE)})
     losses = {"a.b": InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.5)))}
     assert list(TrainingState(loss=losses).losses) == ["a.b"], "data sets may have dots"
+
+
+def test_both_sides_are_calibrated_at_the_end_and_other_texts_counted(tmp_path, capsys):
+    encoder, objective = setting.encoder(), setting.objective()
+    sides = {name: [row[name] for row in setting.rows(60)] for name in ("positive", "anchor")}
+    texts = {"calibrate_on": sides["positive"], "queries": sides["anchor"]}
+    state = TrainingState(loss=objective, **texts, calibrate_to=6, query_target=4)
+    make(tmp_path, objective, encoder=encoder, state=state, max_steps=7).train()
+    printed, counts = capsys.readouterr().out, []
+    for (side, column), target in zip(
+        {"document": "positive", "query": "anchor"}.items(), (6, 4), strict=True
+    ):
+        encode, all_texts = getattr(encoder, f"encode_{side}"), sides[column]
+        given = [text for number, text in enumerate(all_texts) if number % 5 != 4]
+        active = [
+            (encode(x, output="dense") > 0).sum(1).double().mean() for x in (given, all_texts[4::5])
+        ]
+        assert active[0].item() == pytest.approx(target, rel=0.05)
+        counts.append(f"{active[1]:.1f} per {side}")
+    assert f"active dimensions of other texts: {', '.join(counts)}" in printed
+    assert re.search(r"documents: .* -> 6", printed)
+
+
+def test_what_cannot_be_calibrated_is_an_error_when_training_starts(tmp_path):
+    options = {"calibrate_on": ["a"] * 5, "calibrate_to": 3, "encoder": torch.nn.Linear(2, 2)}
+    trainer = make(tmp_path, setting.objective(), state=TrainingState(**options))
+    with pytest.raises(TypeError, match=r"a SpladeEncoder or SparseEncoder, got Linear"):
+        trainer.train()

@@ -17,7 +17,7 @@ from sentence_transformers import (
 )
 from torch.utils.data import DistributedSampler
 
-from sparse_losses import Diagnostics, SpladeEncoder
+from sparse_losses import Diagnostics, SpladeEncoder, TrainingSchedule
 from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
 from sparse_losses.integrations.transformers import TrainingState
 from tests.integrations import setting
@@ -35,13 +35,13 @@ class Run:
     totals: list[float]  # of all batches, or of the last one
     terms: dict[str, float]  # of the last one, and what else was logged of it
     optimizer: torch.optim.Optimizer
+    schedule: TrainingSchedule
     save: Callable[[Path], None]
 
 
 def by_accelerate(
     folder,
     objective,
-    schedules=(),
     *,
     batch_size=4,
     epochs=2,
@@ -53,21 +53,20 @@ def by_accelerate(
     **options,
 ):
     """Train as the example does, on sixteen rows."""
-    example = setting.example("train_with_accelerate")
+    example, schedule = setting.example("train_with_accelerate"), setting.schedule_of(objective)
     model = example.Training(setting.encoder(), objective)
     optimizer = optimizer(model.parameters())
     if options.pop("compiled", False):
         options["dynamo_backend"] = "aot_eager"
     accelerator = kind(cpu=True, gradient_accumulation_steps=accumulation, **options)
-    for schedule in schedules:
-        schedule.attach(optimizer)
-        accelerator.register_for_checkpointing(schedule)
+    schedule.attach(optimizer)
+    accelerator.register_for_checkpointing(schedule)
     prepared = accelerator.prepare(model, optimizer, setting.loader(setting.rows(16), batch_size))
     if resume is not None:
         accelerator.load_state(str(resume))
     last = example.train(accelerator, *prepared, epochs=epochs)
     save = functools.partial(accelerator.save_state, safe_serialization=False)
-    return Run(model.encoder, objective, [last["total"]], last, optimizer, save)
+    return Run(model.encoder, objective, [last["total"]], last, optimizer, schedule, save)
 
 
 class Losses(lightning.Callback):
@@ -83,14 +82,12 @@ class Losses(lightning.Callback):
 def by_lightning(
     folder,
     objective,
-    schedules=(),
     *,
     batch_size=4,
     epochs=2,
     optimizer=sgd,
     accumulation=1,
     resume=None,
-    kind=None,
     rank=None,
     **options,
 ):
@@ -98,15 +95,13 @@ def by_lightning(
     ranks = 1 if rank is None else 2
     sampler = DistributedSampler(range(16), ranks, rank or 0, shuffle=False)
     rows = setting.loader(setting.rows(16), batch_size, sampler=sampler)
-    encoder = setting.encoder()
+    encoder, schedule = setting.encoder(), setting.schedule_of(objective)
     if options.pop("compiled", False):
         encoder.compile(backend="aot_eager")
         objective.compile(backend="aot_eager")
     if options.pop("mixed_precision", "no") == "bf16":
         options["precision"] = "bf16-mixed"
-    kind = kind or setting.example("train_with_lightning").Retriever
-    module = kind(encoder, objective, schedules, optimizer)
-    losses = Losses()
+    kind, losses = setting.example("train_with_lightning").Retriever, Losses()
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=ranks,
@@ -121,10 +116,10 @@ def by_lightning(
         logger=False,
         **options,
     )
-    trainer.fit(module, rows, ckpt_path=resume)
-    totals = [entry["loss"] for entry in losses.seen]
+    trainer.fit(kind(encoder, objective, schedule, optimizer), rows, ckpt_path=resume)
+    totals, last = [entry["loss"] for entry in losses.seen], losses.seen[-1]
     (optimizer,) = trainer.optimizers
-    return Run(encoder, objective, totals, losses.seen[-1], optimizer, trainer.save_checkpoint)
+    return Run(encoder, objective, totals, last, optimizer, schedule, trainer.save_checkpoint)
 
 
 def settings_of(
@@ -155,7 +150,7 @@ def settings_of(
     }
 
 
-def run_of(trainer, encoder, objective, folder, resume, scaler):
+def run_of(trainer, encoder, objective, schedule, folder, resume, scaler):
     """Train with the Trainer of transformers, or one that inherits from it."""
     if scaler is not None:
         trainer.accelerator.scaler = scaler
@@ -169,41 +164,40 @@ def run_of(trainer, encoder, objective, folder, resume, scaler):
             (folder / f"checkpoint-{trainer.state.global_step}").rename(path)
         trainer.accelerator.wait_for_everyone()
 
-    return Run(encoder, objective, totals, terms, trainer.optimizer, save)
+    return Run(encoder, objective, totals, terms, trainer.optimizer, schedule, save)
 
 
 def by_hugging_face(
     folder,
     objective,
-    schedules=(),
     *,
     resume=None,
+    kind=setting.InOrder,
     collate=setting.collate,
     scaler=None,
     rank=None,  # which it knows
     **options,
 ):
-    """Likewise; the trainer's model is the masked language model."""
-    encoder = setting.encoder()
-    parameters = [*encoder.model.parameters(), *objective.parameters()]
+    """Likewise; the trainer's model is the encoder."""
+    encoder, schedule = setting.encoder(), setting.schedule_of(objective)
+    parameters = [*encoder.parameters(), *objective.parameters()]
     settings = {"remove_unused_columns": False, **options}
     diagnostics = {"document": Diagnostics(setting.VOCAB_SIZE)}
-    trainer = setting.InOrder(
-        encoder.model,
+    trainer = kind(
+        encoder,
         setting.arguments(folder, **settings_of(resume=resume, **settings)),
         objective=objective,
         data_collator=collate,
         train_dataset=setting.rows(16),
         optimizers=(options.get("optimizer", sgd)(parameters), None),
-        callbacks=[TrainingState(*schedules, loss=objective, diagnostics=diagnostics)],
+        callbacks=[TrainingState(schedule, loss=objective, diagnostics=diagnostics)],
     )
-    return run_of(trainer, encoder, objective, folder, resume, scaler)
+    return run_of(trainer, encoder, objective, schedule, folder, resume, scaler)
 
 
 def by_sentence_transformers(
     folder,
     objective,
-    schedules=(),
     *,
     mini_batch_size=None,
     resume=None,
@@ -217,23 +211,31 @@ def by_sentence_transformers(
     with args.main_process_first():
         if args.process_index == 0:
             setting.encoder().save_pretrained(folder / "start")
-    model = SparseEncoder(str(folder / "start"), device="cpu")
+    model, schedule = SparseEncoder(str(folder / "start"), device="cpu"), []
     loss = SentenceTransformersLoss(model, objective, mini_batch_size=mini_batch_size)
+
+    def schedules(steps):
+        """Made when training starts, and the trainer knows how long it is."""
+        assert steps == trainer.state.max_steps > 0
+        schedule.append(setting.schedule_of(objective))
+        return schedule
+
     trainer = SparseEncoderTrainer(
         model=model,
         args=args,
         train_dataset=Dataset.from_list(setting.rows(16)),
         loss=loss,
-        callbacks=[TrainingState(*schedules, loss=loss)],
+        callbacks=[TrainingState(schedules, loss=loss)],
     )
     encoder = SpladeEncoder(model[0].auto_model, model.tokenizer)
-    return run_of(trainer, encoder, objective, folder, resume, scaler)
+    run = run_of(trainer, encoder, objective, None, folder, resume, scaler)
+    (run.schedule,) = schedule
+    return run
 
 
 def compare(
     run,
     reference,
-    schedules=(),
     *,
     batch_size=4,
     epochs=2,
@@ -244,8 +246,9 @@ def compare(
     """Compare a run with PyTorch's own loop."""
     encoder = setting.encoder()
     batches = list(setting.loader(setting.rows(16), batch_size, collate_fn=collate)) * epochs
-    totals = setting.plain_loop(encoder, reference, batches, schedules=schedules, **options)
+    totals = setting.plain_loop(encoder, reference, batches, **options)
     if run.totals:
         expected = totals[-len(run.totals) :]
         assert run.totals == pytest.approx(expected, rel=10 * tolerance)
     setting.assert_trained_alike(run.encoder, run.objective, encoder, reference, tolerance)
+    assert run.objective.weights == reference.weights

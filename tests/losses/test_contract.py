@@ -28,6 +28,7 @@ from tests.cases import (
     D,
     V,
     assert_follows_the_formula,
+    sparse_pair,
     to_arrays,
     to_tensors,
 )
@@ -702,6 +703,89 @@ def test_ids_may_have_any_integer_dtype(case, dtype):
     plain = alive(case.function()(**tensors))
     tensors[name] = tensors[name].to(dtype)
     assert torch.equal(case.function()(**tensors), plain)
+
+
+# ------------------------------------------------------------------------------------------------
+# Sparse activations
+
+SPARSE = [c for c in CASES if any(len(c.dims[name]) == 2 for name in c.those("csr"))]
+quiet = pytest.mark.filterwarnings("ignore:Sparse")  # what PyTorch says of every CSR tensor
+
+
+def at_entries(x: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
+    row = torch.arange(len(x)).repeat_interleave(pattern.crow_indices().diff())
+    return x[row, pattern.col_indices()]
+
+
+@quiet
+@over_reductions(SPARSE)
+def test_a_csr_tensor_has_the_value_and_at_its_entries_the_gradient_of_a_dense_one(case, reduction):
+    options = {"reduction": reduction} if reduction else {}
+    dense, sparse = sparse_pair(case, case.tensors())
+    expected, value = (case.function()(**x, **options) for x in (dense, sparse))
+    torch.testing.assert_close(value, alive(expected), rtol=1e-10, atol=1e-12)
+    names = [n for n in case.those("csr") if sparse[n].layout == torch.sparse_csr]
+    weight = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).view(value.shape)
+    wanted = torch.autograd.grad((weight * expected).sum(), [dense[n] for n in names])
+    (weight * value).sum().backward()
+    for name, x in zip(names, wanted, strict=True):
+        gradient = sparse[name].grad
+        assert gradient.layout == torch.sparse_csr
+        assert torch.equal(gradient.col_indices(), sparse[name].col_indices())
+        found = gradient.values()
+        torch.testing.assert_close(found, at_entries(x, sparse[name]), rtol=1e-9, atol=1e-11)
+
+
+@quiet
+@over(SPARSE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_csr_tensor_of_any_dtype_loses_no_more_than_fp32_rounding(case, dtype):
+    _, sparse = sparse_pair(case, case.tensors(dtype=dtype))
+    exact = {n: x.detach().to_dense() if torch.is_tensor(x) else x for n, x in sparse.items()}
+    value = case.function()(**sparse)
+    assert value.dtype == torch.float32
+    expected = case.expected(to_arrays(exact))
+    assert abs(value.item() - expected) <= rounding(case, expected)
+
+
+@quiet
+@pytest.mark.cpu_only
+@over([FIRST[stem] for stem, loss in LOSSES.items() if loss.those("csr")])
+def test_csr_that_is_no_matrix_of_activations_is_refused(case):
+    (name, *_) = case.those("csr")
+    crow = torch.tensor([0, 2, *[2] * (B - 1)])
+    for columns, message in (
+        ([3, 1], "rising columns in each row"),
+        ([3, 3], "rising columns in each row"),
+        ([0, 99], r"columns of `.*` in \[0, "),
+    ):
+        size = case.tensors()[name].shape
+        value = torch.ones(2, dtype=torch.float64)
+        x = torch.sparse_csr_tensor(
+            crow, torch.tensor(columns), value, size, check_invariants=False
+        )
+        assert re.search(message, _refuses(case, {**case.tensors(), name: x}, name))
+    _refuses(case, {**case.tensors(), name: case.tensors()[name].to_sparse()}, name)
+    _, sparse = sparse_pair(case, case.tensors())
+    sparse[name].detach().values()[:] = torch.nan
+    assert case.function()(**sparse).isnan()
+
+
+@quiet
+@pytest.mark.cpu_only
+def test_an_entry_below_zero_has_no_rank_among_the_zeros():
+    x = torch.tensor([[1.0, -2.0]]).to_sparse_csr()
+    with pytest.raises(ValueError, match=r"expected `activations` >= 0, got -2"):
+        F.min_activation_loss(x, top_k=1)
+
+
+@quiet
+@over([c for c in FIRST.values() if not c.those("csr") and c.stem != "margin_mse"])
+def test_other_losses_refuse_csr_by_name(case):
+    name = next(n for n, x in case.tensors().items() if x is not None and x.ndim == 2)
+    sparse = case.tensors()[name].to_sparse_csr()
+    message = _refuses(case, {**case.tensors(), name: sparse}, name, exception=TypeError)
+    assert message.endswith("got torch.sparse_csr")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -216,7 +216,7 @@ def test_a_temperature_beyond_single_precision_is_left_to_the_definition(tempera
 def test_what_is_no_candidate_hides_its_nan_from_a_decoupled_row():
     scores = torch.tensor([[1.0, 2.0, torch.nan]], requires_grad=True)
     positive, candidates = torch.tensor([[1, 0, 0]]), torch.tensor([[1, 1, 0]])
-    value = info_nce_from_scores(scores, positive, candidates, decoupled=True)
+    value = info_nce_from_scores(scores, positive, candidate_mask=candidates, decoupled=True)
     value.backward()
     assert value == 1.0
     assert scores.grad.tolist() == [[-1.0, 1.0, 0.0]]

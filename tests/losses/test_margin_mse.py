@@ -41,13 +41,14 @@ def test_several_negatives_are_the_mean_of_their_losses():
     sn, tn = torch.tensor([[0.0, 3.0], [1.0, torch.nan]]), torch.tensor([[2.0, 1.0], [5.0, 7.0]])
     mask = torch.tensor([[1, 1], [1, 0]])
     sn.requires_grad_()
-    for call in ((sp, sn, tp, tn, mask), (sp, sn, tp, tn.masked_fill(mask == 0, -torch.inf))):
-        rows = margin_mse_loss(*call, reduction="none")
+    absent = tn.masked_fill(mask == 0, -torch.inf)
+    for teacher, options in ((tn, {"candidate_mask": mask}), (absent, {})):
+        rows = margin_mse_loss(sp, sn, tp, teacher, **options, reduction="none")
         assert rows.tolist() == [(1.0 + 25.0) / 2, 5.5**2]
         (gradient,) = torch.autograd.grad(rows.sum(), sn)
         assert gradient[1, 1] == 0.0
         assert gradient.isfinite().all()
-    no_row = margin_mse_loss(sp, sn, tp, tn, torch.zeros(2, 2))
+    no_row = margin_mse_loss(sp, sn, tp, tn, candidate_mask=torch.zeros(2, 2))
     assert no_row == 0.0
     assert no_row.requires_grad
 
@@ -65,7 +66,11 @@ def test_the_negatives_and_their_mask_have_one_shape(student, teacher, mask, nam
     mask = None if mask is None else torch.ones(mask)
     with pytest.raises(ValueError, match=f"`{name}` of the shape of `student_negative`"):
         margin_mse_loss(
-            torch.ones(2), torch.ones(student), torch.ones(2), torch.ones(teacher), mask
+            torch.ones(2),
+            torch.ones(student),
+            torch.ones(2),
+            torch.ones(teacher),
+            candidate_mask=mask,
         )
 
 

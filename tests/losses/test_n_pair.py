@@ -1,7 +1,5 @@
 """N-pair: its formula, its theorems, its edges."""
 
-import math
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,18 +44,3 @@ def test_a_batch_of_one_without_negatives_is_zero():
     assert loss.item() == 0.0
     assert not a.grad.any()
     assert n_pair_loss(a, draw(1, 1, 4), draw(2, 1, 4)).item() > 0
-
-
-def test_short_vectors_give_the_logarithm_of_the_number_of_candidates():
-    a, p, n = 1e-6 * draw(0, 4, 3), draw(1, 4, 3), draw(2, 7, 3)
-    rows = n_pair_loss(a, p, n, reduction="none")
-    torch.testing.assert_close(rows, torch.full((4,), math.log(8)).double(), rtol=0, atol=1e-4)
-
-
-@given(seeds)
-def test_long_vectors_leave_the_hardest_negative(seed):
-    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 7, 3)
-    gap = (a @ n.T).amax(1) - (a * p).sum(1)
-    rows = n_pair_loss(1e6 * a, p, n, reduction="none") / 1e6
-    torch.testing.assert_close(rows, gap.clamp(min=0), rtol=0, atol=1e-5)
-    assert (rows > 0).any() or (gap < 0).all()

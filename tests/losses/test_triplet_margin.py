@@ -35,7 +35,8 @@ def test_a_negative_that_is_not_there_hides_its_nan_and_has_no_gradient(kind, va
     ]
     n[1, 1], n[2], a[2], p[2] = value, value, value, value
     leaves = [x.requires_grad_() for x in (a, p, n)]
-    loss = triplet_margin_loss(*leaves, torch.tensor([[1, 1], [1, 0], [0, 0]]), **options)
+    mask = torch.tensor([[1, 1], [1, 0], [0, 0]])
+    loss = triplet_margin_loss(*leaves, candidate_mask=mask, **options)
     torch.testing.assert_close(loss, torch.stack(expected).mean())
     grad_a, grad_p, grad_n = torch.autograd.grad(loss, leaves)
     for gradient in (grad_a[2], grad_p[2], grad_n[2], grad_n[1, 1]):
@@ -47,7 +48,9 @@ def test_a_negative_that_is_not_there_hides_its_nan_and_has_no_gradient(kind, va
 
 def test_a_mask_is_of_several_negatives():
     with pytest.raises(ValueError, match="candidate_mask"):
-        triplet_margin_loss(draw(0, 3, 4), draw(1, 3, 4), draw(2, 3, 4), torch.ones(3, 1))
+        triplet_margin_loss(
+            *(draw(seed, 3, 4) for seed in range(3)), candidate_mask=torch.ones(3, 1)
+        )
 
 
 @given(seeds, st.floats(0.01, 4.0))

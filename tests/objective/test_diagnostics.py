@@ -116,12 +116,12 @@ def test_numbers_without_inputs_are_not_in_the_report():
         diagnostics.top_tokens(0)
 
 
-def test_shares_of_false_negatives_are_averaged_over_rows():
+def test_the_report_says_in_which_mode_the_texts_were_encoded():
     diagnostics = Diagnostics(4)
-    for rows, share in ((3, 0.5), (1, 0.1), (5, None)):
-        share = None if share is None else torch.tensor(share)
-        diagnostics.update(torch.ones(rows, 4), false_negatives=share)
-    assert diagnostics.report()["false_negative_share"] == pytest.approx((1.5 + 0.1) / 4)
+    for rows, training in ((3, True), (1, False), (5, None)):
+        diagnostics.update(torch.ones(rows, 4), training=training)
+    assert diagnostics.report()["training_mode"] == 3 / 4
+    assert "training_mode      75.0%" in str(diagnostics.report())
 
 
 def test_silent_texts_have_a_report_too():

@@ -1,7 +1,14 @@
 import pytest
 import torch
 
-from sparse_losses import InfoNCELoss, SpladeBatch, SpladeObjective, Texts, gradient_report
+from sparse_losses import (
+    InfoNCELoss,
+    MinActivationLoss,
+    SpladeBatch,
+    Texts,
+    gradient_report,
+)
+from tests.objective.making import objective
 
 V = 20
 WEIGHTS = {"info_nce": 3.0, "query_flops": 0.7, "document_flops": 0.2, "triplet_margin": 1.0}
@@ -24,15 +31,13 @@ def _batch(logits=False):
 @pytest.mark.parametrize("logits", [False, True])
 def test_the_gradient_report_agrees_with_autograd(logits):
     weights = {**WEIGHTS, "document_self_reconstruction": 2.0, "query_min_activation": 1.0}
-    objective = SpladeObjective(weights, info_nce=InfoNCELoss(temperature=0.5))
-    objective.min_activation.threshold = 5.0
+    losses = {"info_nce": InfoNCELoss(temperature=0.5)}
+    losses["min_activation"] = MinActivationLoss(threshold=5.0)
     batch = _batch(logits)
-    report = gradient_report(objective, batch)
+    report = gradient_report(objective(weights, losses), batch)
 
     gradients = {}
     for name, weight in weights.items():
-        alone = SpladeObjective({name: weight}, info_nce=InfoNCELoss(temperature=0.5))
-        alone.min_activation.threshold = 5.0
         leaves = [(t.activations if t.logits is None else t.logits).clone() for t in batch[:3]]
         parts = iter([x.requires_grad_() for x in leaves])
 
@@ -42,6 +47,7 @@ def test_the_gradient_report_agrees_with_autograd(logits):
                 return texts._replace(activations=leaf)
             return texts._replace(activations=leaf.relu().log1p(), logits=leaf)
 
+        alone = objective({name: weight}, losses)
         alone(batch._replace(**{s: again(getattr(batch, s)) for s in SIDES})).total.backward()
         gradients[name] = torch.cat(
             [(torch.zeros_like(x) if x.grad is None else x.grad).flatten() for x in leaves]
@@ -59,11 +65,11 @@ def test_the_gradient_report_leaves_the_run_alone():
     encoder = torch.nn.Linear(4, V)
     hidden = encoder(torch.randn(6, 4))
     batch = SpladeBatch(Texts(hidden.relu()), Texts(hidden.relu()))
-    objective = SpladeObjective({"info_nce": 1.0, "query_flops": 1.0})
+    made = objective({"info_nce": 1.0, "query_flops": 1.0})
     calls = []
     encoder.register_full_backward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
-        report = gradient_report(objective, batch)
+        report = gradient_report(made, batch)
     assert report.norms["info_nce"] > 0
     assert calls == []
     assert encoder.weight.grad is None
@@ -76,8 +82,9 @@ def test_the_gradient_report_leaves_the_run_alone():
 
 
 def test_a_term_at_rest_has_no_gradient_and_no_cosine():
-    objective = SpladeObjective({"info_nce": 1.0, "query_min_activation": 1.0})
-    objective.min_activation.threshold = 0.0
-    report = gradient_report(objective, _batch())
+    losses = {"min_activation": MinActivationLoss(threshold=0.0)}
+    report = gradient_report(
+        objective({"info_nce": 1.0, "query_min_activation": 1.0}, losses), _batch()
+    )
     assert report.norms["query_min_activation"] == 0.0
     assert report.cosines["info_nce", "query_min_activation"] == 0.0

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_losses._core.implementations import choose
 from sparse_losses.functional import splade_pool, token_weights
+from sparse_losses.representation.pooling import IMPLEMENTATIONS
 from tests import oracles
 from tests.strategies import seeds
 
@@ -46,29 +48,22 @@ def test_values_and_gradients_are_those_of_the_formula(impl, text):
     torch.testing.assert_close(gradient, expected)
 
 
-def example(dtype=torch.float64, batch=2, length=4, vocab=7):
-    logits = torch.randn(batch, length, vocab, dtype=torch.float64).to(dtype) * 2
-    mask = torch.ones(batch, length, dtype=torch.long)
-    mask[0, 2:] = 0
-    return logits, mask
+def logits_and_mask():
+    return torch.randn(2, 4, 7, dtype=torch.float64) * 2, torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
 
 
-definition = functools.partial(splade_pool, impl="definition")
-nonzeros = functools.partial(splade_pool, impl="nonzeros")
-FUNCTIONS = {
-    "definition": definition,
-    "nonzeros": nonzeros,
-    "token_weights": token_weights,
-    "logits of the definition": lambda x, m: definition(x, m, return_logits=True)[1],
-    "logits of nonzeros": lambda x, m: nonzeros(x, m, return_logits=True)[1],
-}
+IMPLS = ["definition", "nonzeros"]
+FUNCTIONS = {"token_weights": token_weights}
+for impl in IMPLS:
+    alone = FUNCTIONS[impl] = functools.partial(splade_pool, impl=impl)
+    FUNCTIONS[f"logits of {impl}"] = lambda x, m, f=alone: f(x, m, return_logits=True)[1]
 over = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
 
 
 @over
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
 def test_masked_position_hides_everything(function, bad):
-    logits, mask = example()
+    logits, mask = logits_and_mask()
     plain = function(logits, mask)
     logits = logits.masked_fill(mask[..., None] == 0, bad).requires_grad_()
     out = function(logits, mask)
@@ -93,18 +88,9 @@ def test_token_weights_without_a_vocabulary_are_an_error():
         token_weights(torch.zeros(2, 3, 0), torch.ones(2, 3))
 
 
-def nodes_of(output):
-    """Return all nodes of an output's graph."""
-    nodes = [output.grad_fn]
-    for node in nodes:
-        nodes += [parent for parent, _ in node.next_functions if parent is not None]
-    return nodes
-
-
-def uses_nonzeros(logits, mask, **options):
-    out = splade_pool(logits.requires_grad_(), mask, **options)
-    nodes = nodes_of(out[0] if isinstance(out, tuple) else out)
-    return any("_Pool" in type(node).__name__ for node in nodes)
+def uses_nonzeros(logits, mask, return_logits=False):
+    arguments = {"logits": logits, "attended": mask > 0, "return_logits": return_logits}
+    return choose(IMPLEMENTATIONS, "auto", arguments) is not None
 
 
 @pytest.mark.cpu_only
@@ -117,28 +103,12 @@ def test_auto_uses_nonzeros_for_large_texts_that_are_long_or_sparse():
     assert uses_nonzeros(sparse, mask)
     assert not uses_nonzeros(sparse, mask, return_logits=True)
     assert not uses_nonzeros(sparse[:, :, :4000], mask)
-    long = torch.randn(3, 64, 1024)
-    for options in ({}, {"return_logits": True}):
-        assert uses_nonzeros(long, torch.ones(3, 64), **options)
+    for flag in (False, True):
+        assert uses_nonzeros(torch.randn(3, 64, 1024), torch.ones(3, 64), return_logits=flag)
     assert not uses_nonzeros(torch.randn(0, 16, 5000), torch.ones(0, 16))
     masked = torch.arange(16) >= 8  # do not count as active
     logits = torch.where(masked[:, None], 1.0, -torch.rand(3, 16, 5000))
     assert uses_nonzeros(logits, ~masked * mask)
-
-
-@pytest.mark.cpu_only
-def test_impl_selects_the_implementation():
-    logits, mask = example()
-    for impl in ("nonzeros", "definition"):
-        assert uses_nonzeros(logits, mask, impl=impl) == (impl == "nonzeros")
-    meta = torch.ones(2, 3, 4, device="meta"), torch.ones(2, 3, device="meta")
-    with pytest.raises(ValueError, match='expected logits on the CPU, got meta, with impl="nonz'):
-        splade_pool(*meta, impl="nonzeros")
-    assert splade_pool(*meta).shape == (2, 4)
-
-
-# ------------------------------------------------------------------------------------------------
-# Activation, soft cap and threshold
 
 
 @pytest.mark.parametrize("impl", ["definition", "nonzeros"])
@@ -168,19 +138,11 @@ def test_soft_cap_of_infinite_logits_is_the_cap():
     assert grad.tolist() == [[[0.0, 0.0]]]
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"activation": "identity"}, ValueError),
-        ({"softcap": 0.0}, ValueError),
-        ({"softcap": math.nan}, ValueError),
-        ({"threshold": math.inf}, ValueError),
-        ({"threshold": torch.ones(3)}, ValueError),
-        ({"threshold": torch.ones(1, 2)}, ValueError),
-        ({"threshold": True}, TypeError),
-    ],
-    ids=str,
-)
-def test_wrong_options_are_named(options, error):
-    with pytest.raises(error, match=f"`{next(iter(options))}`"):
-        splade_pool(torch.randn(1, 2, 2), torch.ones(1, 2), **options)
+WRONG = [("activation", "identity"), ("softcap", 0.0), ("softcap", math.nan)]
+WRONG += [("threshold", x) for x in (math.inf, torch.ones(3), torch.ones(1, 2), True)]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=str)
+def test_wrong_options_are_named(name, value):
+    with pytest.raises(TypeError if value is True else ValueError, match=f"`{name}`"):
+        splade_pool(torch.randn(1, 2, 2), torch.ones(1, 2), **{name: value})

@@ -41,15 +41,21 @@ def counted(*texts: torch.Tensor, **options: float) -> ActivationFrequency:
     return counter
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
 @given(seeds, sizes, st.none() | st.floats(0.05, 0.999))
 def test_frequencies_equal_a_loop_over_texts(seed, rows, decay):
     texts = batches(seed, rows)
     frequency = counted(*texts, decay=decay).frequency()
+    sparse = [x.to_sparse_csr() for x in texts if len(x)]
+    assert len(sparse) < len(texts) or torch.equal(
+        counted(*sparse, decay=decay).frequency(), frequency
+    )
     assert frequency.dtype == torch.float32
     np.testing.assert_allclose(frequency, loop(texts, decay or 1.0), rtol=1e-5)
     assert (frequency <= 1).all()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("decay", [None, 0.5])
 def test_a_text_with_a_nan_does_not_count(decay):
     """It would make the lists look short, and the penalty weak, after a step that overflowed."""
@@ -57,7 +63,8 @@ def test_a_text_with_a_nan_does_not_count(decay):
     broken = torch.cat([text, text[:2]])
     broken[4:, 1] = torch.nan
     expected = counted(first, text, decay=decay).frequency()
-    assert torch.equal(counted(first, broken, decay=decay).frequency(), expected)
+    for x in (broken, broken.to_sparse_csr()):
+        assert torch.equal(counted(first, x, decay=decay).frequency(), expected)
 
 
 @given(seeds, sizes)

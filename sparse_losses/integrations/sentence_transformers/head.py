@@ -1,23 +1,23 @@
 """The SPLADE head of this package inside sentence-transformers' ``SparseEncoder``."""
 
 import itertools
-import warnings
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparse_losses.integrations.sentence_transformers.versions import (
-    SparseEncoder,
-    SpladePooling,
-    Transformer,
-)
-from sparse_losses.representation._language_model import unwrapped
+from sparse_losses._core.checks import check_number
+from sparse_losses._core.extras import from_extra
+from sparse_losses.representation._language_model import evaluating, projection_of, unwrapped
 from sparse_losses.representation.head import SpladeHead
 
+with from_extra("sentence-transformers"):
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
 
-def use_splade_head(sparse_encoder: Any) -> Any:
+
+def use_splade_head(sparse_encoder: Any, *, logit_scale: float = 1.0) -> Any:
     """Compute the vectors of a ``SparseEncoder`` by ``splade_head``; return the encoder.
 
     ``[B, S, V]`` is then never stored, and vectors and gradients are the same. They are fp32, also
@@ -30,16 +30,20 @@ def use_splade_head(sparse_encoder: Any) -> Any:
     Args:
         sparse_encoder: a ``SparseEncoder`` of a fill-mask ``Transformer`` and
             ``SpladePooling("max")``, or of a ``Router`` with such sides. It is changed in place.
+        logit_scale: a factor > 0 on the logits, of models whose head has a large norm. It is
+            multiplied into the model's weights, which a folder saves: pass it once.
 
     Raises:
         TypeError: for other modules, for a model that ``SpladeHead.from_masked_lm`` does not take,
-            and for a ``forward`` that something else has replaced.
+            for a ``forward`` that something else has replaced, and for a ``logit_scale`` of a model
+            whose projection does not follow a normalisation.
         ValueError: for another pooling than the maximum.
 
     Examples:
         ``model = use_splade_head(SparseEncoder("naver/splade-v3"))``
     """
     remove_splade_head(sparse_encoder)
+    check_number("logit_scale", logit_scale, minimum=0.0, exclusive=True)
     replaced = []
     for transformer, pooling in _pairs(sparse_encoder):
         model = unwrapped(transformer.auto_model)
@@ -50,12 +54,13 @@ def use_splade_head(sparse_encoder: Any) -> Any:
                     "another package has put in its place"
                 )
         head = SpladeHead.from_masked_lm(model, activation=pooling.activation_function)
-        layer = model.get_output_embeddings()
-        replaced.append((model, "forward", partial(_hidden_states, model)))
-        replaced.append((pooling, "forward", partial(_pooled, pooling, model, layer, head)))
-        replaced.append((pooling, "save", partial(_save, pooling, head)))
-    for module, name, function in replaced:
-        setattr(module, name, function)
+        if logit_scale != 1.0:
+            _scale(model, head, logit_scale)
+        layer = projection_of(model)
+        replaced.append((model, partial(_hidden_states, model)))
+        replaced.append((pooling, partial(_pooled, pooling, model, layer, head)))
+    for module, function in replaced:
+        module.forward = function
     return sparse_encoder
 
 
@@ -66,12 +71,10 @@ def remove_splade_head(sparse_encoder: Any) -> Any:
         ``model = remove_splade_head(model)``
     """
     for transformer, pooling in _pairs(sparse_encoder):
-        for module in (getattr(transformer, "auto_model", None), pooling):
-            module = unwrapped(module)
-            for name in ("forward", "save"):
-                function = getattr(vars(module).get(name), "func", None)
-                if function in (_hidden_states, _pooled, _save):
-                    delattr(module, name)
+        for module in (unwrapped(transformer.auto_model), pooling):
+            function = getattr(vars(module).get("forward"), "func", None)
+            if function in (_hidden_states, _pooled):
+                del module.forward
     return sparse_encoder
 
 
@@ -96,6 +99,28 @@ def _pairs(sparse_encoder: Any) -> list[tuple[Any, Any]]:
     return pairs
 
 
+@torch.no_grad()
+def _scale(model: Any, head: SpladeHead, factor: float) -> None:
+    """Multiply the logits by a factor, in the last normalisation and the bias."""
+    layers: Any = head.transform or nn.Identity()
+    weight = head.weight
+    norms = [x for x in layers.modules() if getattr(getattr(x, "weight", None), "ndim", 0) == 1]
+    scaled = [y for x in norms[-1:] for y in (x.weight, getattr(x, "bias", None)) if y is not None]
+    hidden = torch.linspace(-1, 1, 2 * weight.shape[1]).to(weight).reshape(2, 1, -1)
+    with evaluating(model):
+        expected = factor * layers(hidden)
+        for x in scaled:
+            x.mul_(factor)
+        error = (layers(hidden) - expected).abs().max() / expected.abs().max()
+    if not scaled or error > 2 * torch.finfo(weight.dtype).eps ** 0.5:
+        for x in scaled:
+            x.div_(factor)
+        kind = type(model).__name__
+        raise TypeError(f"expected a normalisation before the projection of {kind}, got none")
+    if head.bias is not None:
+        head.bias.mul_(factor)
+
+
 def _hidden_states(model: Any, **inputs: Any) -> Any:
     """Return hidden states in the place of the logits."""
     from transformers.modeling_outputs import MaskedLMOutput
@@ -108,7 +133,7 @@ def _pooled(
     pooling: Any, model: Any, layer: Any, head: SpladeHead, features: dict[str, Any]
 ) -> dict[str, Any]:
     """Do what the pooling does, for hidden states in the place of logits."""
-    if model.get_output_embeddings() is not layer or len(layer.weight) != len(head.weight):
+    if projection_of(model) != layer or len(layer.weight) != len(head.weight):
         raise RuntimeError(
             "expected the vocabulary projection that `use_splade_head` found, got another: call "
             "`use_splade_head` again after resizing embeddings or adding adapters"
@@ -123,16 +148,6 @@ def _pooled(
         pooling.embedding_dimension = vectors.shape[1]
     features["sentence_embedding"] = vectors
     return features
-
-
-def _save(pooling: Any, head: SpladeHead, *args: Any, **options: Any) -> None:
-    if head.threshold is not None:
-        warnings.warn(
-            "the threshold of `calibrate(method='prune')` is not saved, as sentence-transformers "
-            "has no place for it: calibrate by method='shift', or use `max_active_dims`",
-            stacklevel=2,
-        )
-    type(pooling).save(pooling, *args, **options)
 
 
 def _padded(flat: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,39 +1,20 @@
 """A loss of this package as a loss of sentence-transformers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
+from sentence_transformers.base.losses.gradcache import CachedLossMixin
+from sentence_transformers.base.losses.merged_forward import embed_columns
 from torch import Tensor, nn
 
 import sparse_losses as sl
-from sparse_losses._core.checks import (
-    check_choice,
-    check_flag,
-    check_integer,
-    values_can_be_checked,
-)
-from sparse_losses.distributed import num_ranks
-from sparse_losses.integrations.sentence_transformers.columns import (
-    COMPUTE,
-    Columns,
-    compute_loss,
-    has_tokens,
-    texts_of_column,
-)
-from sparse_losses.integrations.sentence_transformers.versions import (
-    HAS_GRADIENT_CACHE,
-    CachedLossMixin,
-    embed_columns,
-)
-from sparse_losses.objective.teacher import Teacher
-
-USED_BY: dict[str, tuple[type, ...]] = {
-    "similarity": (sl.DistillationLoss, sl.MarginMSELoss, sl.RankNetLoss),
-    "labels_are_positive_ids": (sl.InfoNCELoss, sl.SpladeObjective),
-    "teacher": (sl.SpladeObjective,),
-    "prototype": (sl.NWSLoss,),
-}
+from sparse_losses._core.checks import check_flag, check_integer, values_can_be_checked
+from sparse_losses._core.token_ids import as_mask
+from sparse_losses.distributed import gather_rows, num_ranks
+from sparse_losses.objective import terms
+from sparse_losses.objective.teacher import score_candidates
 
 
 # The type checker sees their classes as Any, and a subclass of Any is an error.
@@ -42,45 +23,30 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
 
     Use it as the ``loss`` of a ``SparseEncoderTrainer`` or ``SentenceTransformerTrainer``, alone or
     in a dict, or inside ``SpladeLoss`` and ``CachedSpladeLoss``, as loss or as regulariser. The
-    order of the dataset's columns gives their meaning: anchors, positives, negatives.
+    order of the dataset's columns gives their meaning: anchors, positives, ``n`` of negatives.
 
-    - ``SpladeObjective``: all columns, with their token ids and masks. One column of negatives is
-      ``[B, V]``; several are each anchor's own negatives ``[B, n, V]``. The trainer logs the
-      weighted terms.
-    - InfoNCE, N-pair: every negative is a candidate of every anchor (with ``in_batch=False``, only
-      of its own anchor).
-    - Triplet margin: an anchor's own negatives.
-    - Distillation, RankNet, MarginMSE, and an objective with these terms: ``labels`` are the
-      teacher's scores of the positive and the negatives, ``[B, 1 + n]``; for MarginMSE also the
-      margins between them, ``[B, n]``, or ``[B]`` for one negative.
-    - Pairwise contrastive: two columns; ``labels`` are 0/1.
-    - NWS: ``labels`` are multi-hot, ``[B, L]``; a second column holds keys with the same labels.
-    - FLOPS, IDF-FLOPS, minimum activation, language penalty: the rows of all columns together.
-    - Self-reconstruction: the same. Positive activation: the anchors, with the tokens of their
-      positives. These two need token ids, which ``SpladeLoss`` does not pass on.
-
-    An empty text in a column of negatives means that the row has fewer: the losses of scores (all
-    but N-pair) leave it out, whatever its label. Also for this, token ids are needed.
+    - InfoNCE and N-pair share all negatives among the anchors. A ``SpladeObjective`` shares those
+      of one column; of several, an anchor has only its own, as in the other losses.
+    - ``labels`` are a teacher's scores ``[B, 1 + n]``; for MarginMSE alone also margins ``[B, n]``;
+      for pairwise contrastive 0/1 ``[B]``; for NWS multi-hot ``[B, L]``.
+    - An empty negative is none: the losses of scores (all but N-pair) leave it out, whatever its
+      label, where they see token ids, which ``SpladeLoss`` does not pass on.
+    - Distillation, RankNet and MarginMSE alone compare dot products.
 
     Args:
         model: a ``SparseEncoder`` or ``SentenceTransformer``.
         loss: the loss, which reduces to one number.
-        similarity: ``"dot"`` (the default) or ``"cosine"``: the similarity of distillation, RankNet
-            and MarginMSE. InfoNCE has its own, which a ``SpladeObjective`` uses for all scores.
-        labels_are_positive_ids: whether ``labels`` are InfoNCE's ``positive_ids``, ``[B]``
-            integers: positives with equal ids are the same document and not each other's negatives.
-            For InfoNCE, alone or in a ``SpladeObjective``.
-        teacher: for a ``SpladeObjective``: a ``BM25Teacher``, or another function of queries and
-            documents (dicts of ``input_ids`` and ``attention_mask``) that returns their scores
-            ``[Q, D]``. It scores all candidates of a batch and replaces ``labels``.
+        labels_are_ids: whether ``labels`` are integers that name the positives ``[B]``, or all
+            documents ``[B, 1 + n]``: one with the id of a row's positive is no negative of the row.
+            For InfoNCE, triplet margin and ``SpladeObjective``.
+        teacher: for a ``SpladeObjective``: a ``SentenceTransformer``, a ``BM25Teacher``, or another
+            function of queries and documents, dicts of ``input_ids``, ``attention_mask`` and, after
+            ``keep_texts(trainer)``, ``texts``, that returns their scores ``[Q, D]``. It scores all
+            candidates of a batch in the place of ``labels``, and is not trained.
+        score_anchors: whether it also scores the anchors, for the term ``context_distillation``.
         prototype: prototypes ``[L, F]`` of NWS; an ``nn.Parameter`` is learned.
         mini_batch_size: number of texts embedded at a time, twice, with the graph of one mini-batch
-            only (gradient caching); loss and gradient are those of the whole batch. Default: all.
-
-    Raises:
-        TypeError: for a loss of another package.
-        ValueError: for ``reduction="none"`` or options that the loss does not use; when called, for
-            columns or labels that do not fit.
+            only (gradient caching); the gradient is that of the whole batch. Default: all.
 
     Examples:
         >>> import torch
@@ -93,77 +59,94 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
     """
 
     special_token_ids: Tensor
-    # These exist only during a forward pass with gradient caching.
-    _columns: list[dict[str, Any]]
-    _cached: Tensor | sl.ObjectiveOutput
-    _learned: list[tuple[Tensor, Tensor | None]]
+    prototype: Tensor | None
+    teacher: Any
+    _objective: Any
+    _autocast: Any
 
     def __init__(
         self,
         model: nn.Module,
         loss: nn.Module,
         *,
-        similarity: str | None = None,
-        labels_are_positive_ids: bool = False,
-        teacher: Teacher | None = None,
+        labels_are_ids: bool = False,
+        teacher: Any = None,
+        score_anchors: bool = False,
         prototype: Tensor | None = None,
         mini_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        check_flag(labels_are_positive_ids=labels_are_positive_ids)
-        options = {"similarity": similarity, "teacher": teacher, "prototype": prototype}
-        _check_options(loss, **options, labels_are_positive_ids=labels_are_positive_ids or None)
-        check_choice("similarity", similarity, (None, "dot", "cosine"))
+        check_flag(labels_are_ids=labels_are_ids, score_anchors=score_anchors)
         if mini_batch_size is not None:
             check_integer("mini_batch_size", mini_batch_size, minimum=1)
-            if not HAS_GRADIENT_CACHE:
-                raise ValueError(
-                    "expected sentence-transformers 6.2 or newer for `mini_batch_size`"
-                )
+        name = type(loss).__name__
+        self._kind: Any = next((kind for kind in type(loss).__mro__ if kind in LOSSES), None)
+        if self._kind is None:
+            raise TypeError(f"expected a loss of sparse_losses or a SpladeObjective, got {name}")
+        if getattr(loss, "reduction", "mean") == "none":
+            raise ValueError("expected a loss that reduces to one number, got reduction='none'")
+        used = LOSSES[self._kind][2:]
+        given = {"labels_are_ids": labels_are_ids, "score_anchors": score_anchors}
+        given |= {"teacher": teacher is not None, "prototype": prototype is not None}
+        received = [option for option in given if given[option]]
+        if {*received} - {*used} or ("prototype" in used and prototype is None):
+            raise ValueError(f"expected options of {name} ({used}), got {received}")
         self.model = model  # the trainer replaces it by the compiled or distributed model
-        self.loss = loss
+        self.loss, self.labels_are_ids, self.score_anchors = loss, labels_are_ids, score_anchors
+        self.mini_batch_size, self.uses_gradient_cache = mini_batch_size, bool(mini_batch_size)
+        objective: Any = loss
+        if self._kind in TERMS:
+            gather = getattr(loss, "gather", False)
+            objective = sl.SpladeObjective({name: (1.0, TERMS[self._kind](loss))}, gather=gather)
+        # Not as submodules: a trainer would optimise the teacher, and see the loss twice.
+        self.__dict__.update(teacher=teacher, _objective=objective)
         tokenizer = getattr(model, "tokenizer", None)
         special = {*getattr(tokenizer, "all_special_ids", ())}
         special -= {getattr(tokenizer, "unk_token_id", None)}  # an unknown word is a word
-        self.register_buffer(
-            "special_token_ids", torch.tensor([*special], dtype=torch.int64), persistent=False
-        )
-        self.similarity = similarity or "dot"
-        self.labels_are_positive_ids = labels_are_positive_ids
-        self.teacher = teacher
-        self.prototype: Tensor | None
+        self.register_buffer("special_token_ids", torch.tensor([*special]).long(), persistent=False)
         if isinstance(prototype, nn.Parameter):
             self.prototype = prototype
         else:
             self.register_buffer("prototype", prototype)
-        self.mini_batch_size = mini_batch_size
-        self.uses_gradient_cache = mini_batch_size is not None
 
     def forward(
         self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None
-    ) -> Tensor | dict[str, Tensor]:
-        """Return the loss of tokenized columns; for an objective its weighted terms."""
-        columns = list(sentence_features)
+    ) -> Tensor:
+        """Return the loss of tokenized columns."""
+        self._columns = list(sentence_features)
+        inputs = [{k: x for k, x in one.items() if k != "texts"} for one in self._columns]
         if self.mini_batch_size is None:
-            return self._named(self._value(columns, embed_columns(self.model, columns), labels))
-        self._columns = columns
-        self._learned = []
-        total: Tensor = super().forward_cached(columns, labels)
+            return self.calculate_loss([[x] for x in embed_columns(self.model, inputs)], labels)
+        kind = next(x.device.type for x in inputs[0].values() if isinstance(x, Tensor))
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        # Without a cache of weights: those of the first pass have no graph.
+        self._autocast = partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
+        self._learned: list[tuple[Tensor, Tensor | None]] = []
+        total: Tensor = super().forward_cached(inputs, labels)
         # The loss's own parameters get their gradient in the trainer's backward pass, so that it is
         # divided and scaled like the model's.
         for parameter, gradient in self._learned:
             if gradient is not None:
                 total = total + ((parameter - parameter.detach()) * gradient).sum()
-        cached = self._cached
-        del self._columns, self._learned, self._cached
-        return self._named(total if isinstance(cached, Tensor) else cached._replace(total=total))
+        return total
+
+    def embed_minibatch(self, *args: Any, **options: Any) -> Any:
+        """Embed a mini-batch: the second time, in the backward pass, under the same autocast."""
+        with self._autocast():
+            return super().embed_minibatch(*args, **options)
 
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:
         """Compute the loss of embeddings in mini-batches; their mixin calls it as second step."""
-        self._cached = self._value(self._columns, [torch.cat(column) for column in reps], labels)
-        total = self._cached if isinstance(self._cached, Tensor) else self._cached.total
+        (least, most), compute, *_ = LOSSES[self._kind]
+        if not least <= len(reps) <= most:
+            kinds = ("anchors", "positives", "negatives")[:least]
+            number = f"{least} columns or more" if most > 2 else f"{least} to {most} columns"
+            name = type(self.loss).__name__
+            raise ValueError(f"{name} expected {number} ({', '.join(kinds)}), got {len(reps)}")
+        texts = [_texts(torch.cat(x), one) for x, one in zip(reps, self._columns, strict=True)]
+        total: Tensor = compute(self, texts, labels)
         if with_backward:
             leaves = [part for column in reps for part in column]
             parameters = [*self.loss.parameters(), self.prototype]
@@ -177,65 +160,148 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
 
     def compute_loss_from_embeddings(
         self, embeddings: Sequence[Tensor] | Tensor, labels: Tensor | None = None
-    ) -> Tensor | dict[str, Tensor]:
+    ) -> Tensor:
         """Compute the loss of columns ``[B, V]``, or of rows ``[N, V]``, for ``SpladeLoss``."""
-        vectors = [embeddings] if isinstance(embeddings, Tensor) else list(embeddings)
-        return self._named(self._value([{} for _ in vectors], vectors, labels))
-
-    def _value(
-        self, columns: Sequence[dict[str, Any]], vectors: Sequence[Tensor], labels: Tensor | None
-    ) -> Tensor | sl.ObjectiveOutput:
-        texts = [texts_of_column(x, column) for x, column in zip(vectors, columns, strict=True)]
-        there = None
-        if len(texts) > 2 and all(x.input_ids is not None for x in texts[2:]):
-            own = [has_tokens(column, self.special_token_ids) for column in columns[2:]]
-            there = torch.stack(own, 1)
-            # Ranks do not know of each other whether they need a mask.
-            if num_ranks() == 1 and values_can_be_checked(there) and there.all():
-                there = None
-        flag, teacher, prototype = self.labels_are_positive_ids, self.teacher, self.prototype
-        options = Columns(texts, labels, there, self.similarity, flag, teacher, prototype)
-        return compute_loss(self.loss, options)
-
-    def _named(self, value: Tensor | sl.ObjectiveOutput) -> Tensor | dict[str, Tensor]:
-        """Return the values by name: the trainer adds them up and logs each."""
-        if isinstance(value, Tensor):
-            return value
-        assert isinstance(self.loss, sl.SpladeObjective)
-        weights = self.loss.weights
-        named = {name: (weights[name] * term).detach() for name, term in value.terms.items()}
-        if not named:
-            return value.total
-        # The first value carries the gradient of the total.
-        first = next(iter(named))
-        named[first] = named[first] + (value.total - value.total.detach())
-        return named
+        vectors = [embeddings] if isinstance(embeddings, Tensor) else embeddings
+        self._columns = [{} for _ in vectors]
+        return self.calculate_loss([[x] for x in vectors], labels)
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the loss and its options for the model card."""
-        loss, weights = self.loss, None
-        if isinstance(loss, sl.SpladeObjective):  # whose repr has all losses, active or not
-            weights = {name: float(weight) for name, weight in loss.weights.items()}
-        options = {
-            "loss": "SpladeObjective" if weights else repr(loss),
-            "weights": weights,
-            "similarity": self.similarity if isinstance(loss, USED_BY["similarity"]) else None,
-            "teacher": self.teacher and repr(self.teacher),
-            "labels_are_positive_ids": self.labels_are_positive_ids,
-            "mini_batch_size": self.mini_batch_size,
-        }
-        return {name: value for name, value in options.items() if value}
+        names = ("loss", "labels_are_ids", "score_anchors", "mini_batch_size")
+        options = {name: repr(getattr(self, name)) for name in names if getattr(self, name)}
+        return options | ({} if self.teacher is None else {"teacher": type(self.teacher).__name__})
 
 
-def _check_options(loss: nn.Module, **options: object) -> None:
-    name = type(loss).__name__
-    if not isinstance(loss, tuple(COMPUTE)):
-        raise TypeError(f"expected a loss of sparse_losses or a SpladeObjective, got {name}")
-    if getattr(loss, "reduction", "mean") == "none":
-        raise ValueError("expected a loss that reduces to one number, got reduction='none'")
-    for option, value in options.items():
-        if value is not None and not isinstance(loss, USED_BY[option]):
-            users = " or ".join(user.__name__ for user in USED_BY[option])
-            raise ValueError(f"expected `{option}` for {users} only, got one for {name}")
-    if isinstance(loss, sl.NWSLoss) and options["prototype"] is None:
-        raise ValueError(f"expected `prototype` for {name}, got None")
+def keep_texts(trainer: Any) -> Any:
+    """Let a trainer of sentence-transformers hand on the texts to its losses; return the trainer.
+
+    A bi-encoder as ``teacher`` reads them: the student's tokens leave out what the student cuts or
+    does not know. Losses of sentence-transformers would hand the texts to the model: use none.
+
+    Examples:
+        ``keep_texts(SparseEncoderTrainer(model, loss=loss, train_dataset=data)).train()``
+    """
+    collator = trainer.data_collator
+    collator.preprocess_fn = partial(_with_texts, collator.preprocess_fn)
+    return trainer
+
+
+def _with_texts(preprocess: Callable[..., Any], texts: Any, **options: Any) -> dict[str, Any]:
+    return {**preprocess(texts, **options), "texts": list(texts)}
+
+
+def _texts(activations: Tensor, column: Mapping[str, Any]) -> sl.Texts:
+    """Return the vectors of a column, with its token ids if they have one row per vector."""
+    tokens = [column.get(name) for name in ("input_ids", "attention_mask")]
+    if any(x is None or x.ndim != 2 or len(x) != len(activations) for x in tokens):
+        return sl.Texts(activations)
+    return sl.Texts(activations, *tokens)
+
+
+def _has_tokens(column: Mapping[str, Any], special_token_ids: Tensor) -> Tensor:
+    """Mask ``[B]`` of the texts with a token of their own, beside special ones and a prompt's."""
+    ids, attended = column["input_ids"], as_mask("attention_mask", column["attention_mask"])
+    own = attended & ~torch.isin(ids, special_token_ids.to(ids.device))
+    if (prompt := column.get("prompt_length")) is not None:  # a number, or the same in every row
+        own &= attended.cumsum(1) > (prompt.flatten()[:1] if torch.is_tensor(prompt) else prompt)
+    return own.any(1)
+
+
+def _rows(texts: Sequence[sl.Texts]) -> Tensor | None:
+    return torch.cat([x.activations for x in texts]) if texts else None
+
+
+def _of_batch(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Tensor | None) -> Any:
+    """Compute the objective of a batch."""
+    (anchor, positive, *others), kind, gather = texts, own._kind, own._objective.gather
+    size, count, fields = len(anchor.activations), 1 + len(texts[2:]), dict[str, Any]()
+    # An anchor has the negatives of all rows, or its own.
+    shares = own.loss.in_batch if kind is sl.InfoNCELoss else count == 2
+    if others:
+        negative = reduce(sl.Texts.join, others)
+        if not shares:
+            parts = [None if x is None else torch.stack(x.chunk(len(others)), 1) for x in negative]
+            negative = sl.Texts(*parts)  # type: ignore[arg-type]
+        fields["negative"] = negative
+    keeps: list[Tensor] = []
+    if others and all(x.input_ids is not None for x in others):
+        there = [_has_tokens(x, own.special_token_ids) for x in own._columns[2:]]
+        keep = torch.stack(there, 1)
+        # Ranks do not know of each other whether they need a mask.
+        if num_ranks() > 1 or not values_can_be_checked(keep) or not keep.all():
+            keeps.append(gather_rows(keep.T.flatten(), gather)[None] if shares else keep)
+    if own.labels_are_ids:
+        if labels is None or labels.shape not in ((size,), (size, count)):
+            raise _unfit(own, f"[{size}] or [{size}, {count}], ids of documents", labels)
+        mine, ids = labels.reshape(size, -1).tensor_split([1], 1)
+        fields["positive_ids"] = mine[:, 0]
+        if ids.shape[1]:
+            keeps.append(mine != (gather_rows(ids.T.flatten(), gather) if shares else ids))
+    elif kind in DISTILLED or (
+        own.teacher is None and kind is sl.SpladeObjective and labels is not None
+    ):
+        if kind is sl.MarginMSELoss and labels is not None and labels.numel() == size * len(others):
+            labels = nn.functional.pad(-labels.reshape(size, -1), (1, 0))  # scores of the margins
+        if labels is None or labels.shape != (size, count):
+            raise _unfit(own, f"[{size}, {count}], the teacher's scores", labels)
+        fields |= {"teacher_scores": labels, "teacher_candidates": "own"}
+    if keeps:
+        keys = size * (num_ranks() if gather else 1)
+        keys = 1 if kind is sl.InfoNCELoss and not shares else keys
+        mask = reduce(torch.logical_and, keeps).expand(size, -1)
+        fields["candidate_mask"] = nn.functional.pad(mask, (keys, 0), value=True)
+    batch = sl.SpladeBatch(anchor, positive, **fields)
+    if own.teacher is not None:
+        batch = batch._replace(**_taught(own, batch))
+    return own._objective(batch).total
+
+
+def _unfit(own: SentenceTransformersLoss, expected: str, labels: Tensor | None) -> ValueError:
+    received = None if labels is None else list(labels.shape)
+    return ValueError(f"{type(own.loss).__name__} expected labels {expected}, got {received}")
+
+
+def _taught(own: SentenceTransformersLoss, batch: sl.SpladeBatch) -> dict[str, Any]:
+    sides = [texts._asdict() for texts in batch[:3] if texts is not None]
+    strings = [column.get("texts") for column in own._columns]
+    if None not in strings:
+        strings[2:] = [[text for row in zip(*strings[2:], strict=True) for text in row]]
+        for side, texts in zip(sides, strings, strict=False):
+            side["texts"] = texts
+    scores = {"teacher_scores": score_candidates(own.teacher, *sides)}
+    if own.score_anchors:
+        scores["teacher_anchor_scores"] = score_candidates(own.teacher, sides[0], sides[0])
+    return {"teacher_candidates": "batch", **scores}
+
+
+def _nws(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Any) -> Any:
+    keys = {"key": _rows(texts[1:]), "key_labels": labels} if len(texts) > 1 else {}
+    return own.loss(_rows(texts[:1]), labels, own.prototype, **keys)
+
+
+# The losses that are computed as the only term of an objective.
+TERMS: dict[type, Callable[[Any], Any]] = {
+    sl.InfoNCELoss: terms.info_nce,
+    sl.TripletMarginLoss: terms.triplet_margin,
+    sl.DistillationLoss: partial(terms.distillation, similarity="dot"),
+    sl.MarginMSELoss: partial(terms.margin_mse, similarity="dot"),
+    sl.RankNetLoss: partial(terms.ranknet, similarity="dot"),
+}
+DISTILLED, MANY = (sl.DistillationLoss, sl.MarginMSELoss, sl.RankNetLoss), 1 << 30
+# By class the least and the largest number of columns, what computes the loss, its options.
+LOSSES: dict[type, tuple[Any, ...]] = {
+    sl.SpladeObjective: ((2, MANY), _of_batch, "labels_are_ids", "teacher", "score_anchors"),
+    sl.InfoNCELoss: ((2, MANY), _of_batch, "labels_are_ids"),
+    sl.TripletMarginLoss: ((3, MANY), _of_batch, "labels_are_ids"),
+    **dict.fromkeys(DISTILLED, ((3, MANY), _of_batch)),
+    sl.NPairLoss: ((2, MANY), lambda x, t, y: x.loss(_rows(t[:1]), _rows(t[1:2]), _rows(t[2:]))),
+    sl.PairwiseContrastiveLoss: ((2, 2), lambda x, t, y: x.loss(_rows(t[:1]), _rows(t[1:]), y)),
+    sl.NWSLoss: ((1, 2), _nws, "prototype"),
+    sl.SelfReconstructionLoss: ((1, MANY), lambda x, t, y: x.loss(*reduce(sl.Texts.join, t)[:3])),
+    sl.PositiveActivationLoss: ((2, MANY), lambda x, t, y: x.loss(_rows(t[:1]), *t[1][1:3])),
+    **dict.fromkeys(
+        (sl.FlopsLoss, sl.IdfFlopsLoss, sl.MinActivationLoss, sl.LanguagePenaltyLoss),
+        ((1, MANY), lambda x, t, y: x.loss(_rows(t))),
+    ),
+}

@@ -2,7 +2,7 @@ import random
 
 from examples.demo.corpus import Pair, Row
 
-TINY = {"batch_size": 8, "vocab_size": 400, "probe_every": 5, "probe_rows": 20}
+TINY = {"batch_size": 8, "vocab_size": 400, "start_active": 40}
 TOPICS = {
     "graph": "node edge path shortest weight neighbour cycle tree vertex connected",
     "matrix": "row column inverse determinant rank eigenvalue diagonal transpose norm trace",

@@ -19,4 +19,5 @@ def corpus() -> "Corpus":
 
 @pytest.fixture
 def settings() -> "Settings":
-    return Settings(steps=12, size=ModelSize(hidden=32, layers=1, heads=2), **TINY)
+    size = ModelSize(hidden=32, layers=1, heads=2)
+    return Settings(steps=12, size=size, document_active=12, query_active=6, **TINY)

@@ -9,8 +9,9 @@ from examples.demo.model import ModelSize
 from tests.examples.demo.artificial import TINY
 
 
-def test_docstrings_become_answers_and_figures(corpus, tmp_path, capsys, monkeypatch):
-    """With a model that trains in a second."""
+@pytest.fixture
+def tiny(corpus, monkeypatch):
+    """A corpus and a model that trains in a second."""
     real, size = command.settings_of, ModelSize(hidden=32, layers=1, heads=2)
     monkeypatch.setattr(
         command,
@@ -18,37 +19,44 @@ def test_docstrings_become_answers_and_figures(corpus, tmp_path, capsys, monkeyp
         lambda options: dataclasses.replace(real(options), size=size, **TINY),
     )
     monkeypatch.setattr(docstrings, "load", lambda: corpus)
+
+
+def test_a_run_is_saved_and_answers_at_once(tiny, corpus, tmp_path, capsys, monkeypatch):
+    text = corpus.train[3].text
     folder = tmp_path / "new" / "folder"
-    arguments = ["--output", str(folder), "--steps", "10", "--seed", "3"]
-    command.main([*arguments, "--query", "shortest path", "--query", "zzzz [b]"])
+    sizes = ["--document-active", "12", "--query-active", "6"]
+    arguments = ["--output", str(folder), "--steps", "10", "--seed", "3", *sizes]
+    questions = ["--query", text, "--query", "zzzz [b]"]
+    command.main([*arguments, *questions])
     printed = " ".join(capsys.readouterr().out.split())
     for expected in (
+        "1. Start sparse",
+        "2. Learn",
+        "3. Prune both sides",
+        "-> 12 dimensions",
         "BM25, words",
-        "untrained model",
+        "trained, not pruned",
         "MRR@10",
-        "? shortest path",
+        "products of a pair",
         "? zzzz [b]",
-        "document_flops: ",
-        "active of 64 wanted",
+        f"make demo ARGS='--output {folder} --query",
+        "examples/train_with_transformers.py",
     ):
         assert expected in printed
     figures = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
     assert figures["settings"]["seed"] == 3
-    assert figures["settings"]["preset"]["target_active"] == {"document_flops": 64}
-    assert len(figures["history"]) == 10
-    assert list(figures["answers"]) == ["shortest path", "zzzz [b]"]
+    assert figures["calibration"]["after"]["document_active"] == pytest.approx(12, rel=0.05)
+    assert figures["calibration"]["after"]["query_active"] == pytest.approx(6, rel=0.05)
+    assert len(figures["loss"]) == 10
+    assert list(figures["answers"]) == [text, "zzzz [b]"]
     systems = {"untrained model", "BM25, words", "BM25, same subwords", "this model"}
-    assert set(figures["test"][0]["rankings"]) == systems
-    assert [path.name for path in folder.iterdir()] == ["figures.json"]
+    assert systems < set(figures["test"][0]["rankings"])
 
-
-def test_terms_and_target_are_those_of_the_options():
-    options = command.parser().parse_args(["--without", "document_flops", "query_flops"])
-    preset = command.settings_of(options).preset
-    assert preset.weights.keys() == {"info_nce", "distillation"}
-    assert preset.target_active == {}
-    options = command.parser().parse_args(["--target-active", "0"])
-    assert command.settings_of(options).preset.target_active == {}
+    monkeypatch.setattr(docstrings, "load", lambda: pytest.fail("it trained again"))
+    command.main(["--output", str(folder), *questions])
+    answers = capsys.readouterr().out
+    best = figures["answers"][text][0]
+    assert f"{best['score']:.2f}  {best['title']}" in answers
 
 
 def test_the_folder_is_made_before_work_begins(tmp_path, monkeypatch):

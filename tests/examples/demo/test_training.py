@@ -3,62 +3,69 @@ import dataclasses
 import pytest
 import torch
 
-from examples.demo.evaluation import Index, top_tokens
+from examples.demo.retriever import Retriever
 from examples.demo.training import Run
-from sparse_losses import COSINE, RECOMMENDED
+
+
+def finished(corpus, settings):
+    run = Run(corpus, settings)
+    run.start()
+    run.train()
+    run.prune()
+    return run
 
 
 def test_a_run_depends_on_its_seed_alone(corpus, settings):
-    runs = [Run(corpus, settings)]
+    first = finished(corpus, settings)
     torch.manual_seed(99)  # whatever else the process has drawn must not matter
-    runs.append(Run(corpus, settings))
-    for run in runs:
-        run.train()
-    first, second = runs
-    assert first.history == second.history
-    assert len(first.history) == settings.steps
-    assert first.probes == second.probes
-    assert [probe["step"] for probe in first.probes] == [0, 5, 10, 12]
+    second = finished(corpus, settings)
+    assert first.losses == second.losses
+    assert len(first.losses) == settings.steps
+    assert first.model.thresholds == second.model.thresholds
     for name, value in first.model.state_dict().items():
         assert torch.equal(value, second.model.state_dict()[name]), name
     other = Run(corpus, dataclasses.replace(settings, seed=1))
     assert not torch.equal(other.order, first.order)
-    assert not torch.equal(other.untrained().embedding, first.untrained().embedding)
+    assert not torch.equal(other.model.embedding, Run(corpus, settings).model.embedding)
 
 
-def test_loss_and_active_dimensions_fall(corpus, settings):
-    preset = COSINE.replace(weights={"query_flops": 1.5, "document_flops": 1.5})
-    longer = {"steps": 60, "batch_size": 16, "learning_rate": 5e-3, "preset": preset}
+def test_the_start_is_sparse_the_loss_falls_and_both_sides_are_pruned(corpus, settings):
+    longer = {"steps": 60, "batch_size": 16, "learning_rate": 5e-3}
     run = Run(corpus, dataclasses.replace(settings, **longer))
+    started = run.start()
+    assert started.before.document_active > 200
+    assert started.after.document_active == pytest.approx(settings.start_active, rel=0.02)
     run.train()
-    for read, share in (
-        (lambda step: step.terms["info_nce"], 0.8),
-        (lambda step: step.active_document, 0.9),
-        (lambda step: step.active_query, 0.9),
-    ):
-        first, last = (sum(map(read, part)) for part in (run.history[:5], run.history[-5:]))
-        assert 0 < last < share * first
+    first, last = (sum(part) for part in (run.losses[:5], run.losses[-5:]))
+    assert 0 < last < 0.8 * first
+    pruned = run.prune().after
+    assert pruned.document_active == pytest.approx(settings.document_active, rel=0.02)
+    assert pruned.query_active == pytest.approx(settings.query_active, rel=0.05)
+    retriever = run.retriever()
+    texts = [pair.query for row in corpus.validation for pair in row.pairs]
+    counts = [
+        (retriever.encode(texts, side) > 0).sum().item() / len(texts) for side in ("query", None)
+    ]
+    assert counts[0] == pytest.approx(pruned.query_active)
+    assert counts[1] >= counts[0]
 
 
-def test_search_ranks_by_dot_products_and_top_tokens_are_named(corpus, settings):
-    run = Run(corpus, settings)
-    run.train()
-    index = Index(run, corpus)
+def test_search_ranks_by_dot_products_and_a_saved_retriever_gives_the_same(
+    corpus, settings, tmp_path
+):
+    retriever = finished(corpus, settings).retriever()
+    retriever.index(corpus.rows)
     text = corpus.train[3].text
-    dots = run.encode([row.text for row in corpus.rows]) @ run.encode([text])[0]
-    best, row = index.search(text)[0], corpus.rows[dots.argmax()]
+    documents = retriever.encode([row.text for row in corpus.rows], "document")
+    dots = documents @ retriever.encode([text], "query")[0]
+    best, row = retriever.search(text)[0], corpus.rows[dots.argmax()]
     assert best["score"] == pytest.approx(dots.max().item(), rel=1e-4)
     assert (best["title"], best["text"]) == (row.title, row.text)
-    assert len(index.search("graph", count=3)) == 3
-    (tokens,) = top_tokens(run, ["shortest path"], count=4)
-    assert len(tokens) == 4
+    assert len(retriever.search("graph", count=3)) == 3
+    (tokens,) = retriever.top_tokens(["shortest path"], count=4)
+    assert 0 < len(tokens) <= 4
     assert tokens[0][1] >= tokens[-1][1] > 0
-
-
-def test_the_teacher_scores_all_pairs_of_the_batch(corpus, settings):
-    run = Run(corpus, settings)
-    scores = run.batch(0).teacher_scores
-    assert scores.shape == (8, 8)
-    assert (scores.diagonal() > 0).all()
-    untaught = dataclasses.replace(settings, preset=RECOMMENDED.without("distillation"))
-    assert Run(corpus, untaught).batch(0).teacher_scores is None
+    retriever.save(tmp_path)
+    again = Retriever.load(tmp_path)
+    assert again.search(text) == retriever.search(text)
+    assert torch.equal(again.encode([text]), retriever.encode([text]))

@@ -34,6 +34,7 @@ from sparse_losses import (
     TripletMarginLoss,
 )
 from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
+from sparse_losses.objective import terms
 from tests.integrations import setting
 
 NAME = "sentence-transformers"
@@ -137,19 +138,11 @@ SAME = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0, 1])
 MULTI_HOT = (torch.rand(ROWS, 5, generator=torch.Generator().manual_seed(2)) < 0.4).long()
 PENALTY = torch.linspace(0.0, 2.0, VOCABULARY)
 PROTOTYPE = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(3))
-DOT = InfoNCELoss(temperature=1.0, similarity="dot")
 SIMILARITY = 0.5 + 0.5 * torch.eye(5)
 
 
-def all_rows(texts):
+def rows_of(texts):
     return torch.cat([x.activations for x in texts])
-
-
-def joined(texts):
-    first, *others = texts
-    for other in others:
-        first = first.join(other)
-    return first
 
 
 def dots(texts):
@@ -157,74 +150,58 @@ def dots(texts):
     return torch.stack([(anchor * x).sum(1) for x in others], 1)
 
 
-def mse_of_margins(texts, labels):
-    student = dots(texts)
-    margins = (student[:, :1] - student[:, 1:]) - (labels[:, :1] - labels[:, 1:])
-    return (margins**2).mean()
+def of_margins(texts, labels):
+    sides = (x for scores in (dots(texts), labels) for x in (scores[:, 0], scores[:, 1:]))
+    return MarginMSELoss()(*sides)
 
 
-def of_ordered_pairs(texts, labels):
-    student, ahead = dots(texts), labels[:, :, None] > labels[:, None, :]
-    costs = (student[:, None, :] - student[:, :, None]).exp().log1p()
-    return ((costs * ahead).sum((1, 2)) / ahead.sum((1, 2))).mean()
-
-
-def objective(gather=False):
+def objective():
+    ids = {"special_token_ids": [0, 1, 2, 3, 4]}
     return SpladeObjective(
         {
-            "info_nce": 1.0,
-            "triplet_margin": 0.5,
-            "margin_mse": 0.01,
-            "distillation": 0.2,
-            "query_flops": 0.02,
-            "document_flops": 0.01,
-            "document_min_activation": 0.1,
-            "query_language_penalty": 0.01,
-            "document_self_reconstruction": 0.3,
-            "query_positive_activation": 0.05,
-        },
-        info_nce=InfoNCELoss(temperature=0.5),
-        language_penalty=LanguagePenaltyLoss(PENALTY),
-        special_token_ids=[0, 1, 2, 3, 4],
-        gather=gather,
+            "info_nce": (1.0, terms.info_nce(InfoNCELoss(temperature=0.5))),
+            "triplet_margin": (0.5, terms.triplet_margin()),
+            "margin_mse": (0.01, terms.margin_mse()),
+            "distillation": (0.2, terms.distillation()),
+            "query_flops": (0.02, terms.flops("query")),
+            "document_min_activation": (0.1, terms.min_activation("document", **ids)),
+            "document_self_reconstruction": (0.3, terms.self_reconstruction("document", **ids)),
+            "query_positive_activation": (0.05, terms.positive_activation("query", **ids)),
+        }
     )
+
+
+def own_negatives(texts):
+    """Each anchor's own, of two columns or more."""
+    width = max(x.input_ids.shape[1] for x in texts)
+    pad = torch.nn.functional.pad
+    ids, masks = (
+        torch.stack([pad(x[k], (0, width - x[k].shape[1])) for x in texts], 1) for k in (1, 2)
+    )
+    return Texts(torch.stack([x.activations for x in texts], 1), ids, masks)
 
 
 def of_batch(texts, labels):
-    """A plain loop's objective: two negatives a row, made by hand."""
-    anchor, positive, one, two = texts
-    width = max(one.input_ids.shape[1], two.input_ids.shape[1])
-    ids, masks = (
-        torch.stack([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in pair], dim=1)
-        for pair in ((one.input_ids, two.input_ids), (one.attention_mask, two.attention_mask))
-    )
-    negative = Texts(torch.stack([one.activations, two.activations], 1), ids, masks)
-    return objective()(SpladeBatch(anchor, positive, negative, teacher_scores=labels)).total
+    anchor, positive, *others = texts
+    batch = SpladeBatch(anchor, positive, own_negatives(others), teacher_scores=labels)
+    return objective()(batch).total
 
 
 def of_vectors(loss):
     """The loss of the columns' vectors, and of the labels where there are some."""
-
-    def function(texts, labels):
-        return loss(*[x.activations for x in texts], *([] if labels is None else [labels]))
-
-    return function
+    return lambda texts, labels: loss(
+        *[x.activations for x in texts], *([] if labels is None else [labels])
+    )
 
 
 def of_rows(loss):
     """The loss of all columns' rows together."""
-    return lambda texts, _: loss(all_rows(texts))
+    return lambda texts, _: loss(rows_of(texts))
 
 
-def own_negatives(texts, _):
-    """InfoNCE at temperature 0.5 of a row's own candidates."""
-    anchor, *others = [torch.nn.functional.normalize(x.activations, dim=1) for x in texts]
-    scores = torch.stack([(anchor * x).sum(1) for x in others], 1)
-    return -(scores / 0.5).log_softmax(1)[:, 0].mean()
-
-
-def info_nce(texts, _):
-    return WARM(texts[0].activations, texts[1].activations, all_rows(texts[2:]))
+def own_tokens(texts, _):
+    first, second = texts
+    return OWN_TOKENS(*first.join(second)[:3])
 
 
 def nws(texts, labels):
@@ -232,36 +209,33 @@ def nws(texts, labels):
     return NWSLoss(SIMILARITY)(query, labels, PROTOTYPE, key=key, key_labels=labels)
 
 
-def its_tokens(texts, _):
-    return ITS_TOKENS(texts[0].activations, *texts[1][1:3])
-
-
-def smallest(rows):
-    return torch.relu(3.0 - rows.topk(5).values.mean(1)).mean()
-
-
 WARM, TRIPLET, PAIRS = InfoNCELoss(temperature=0.5), TripletMarginLoss(margin=1.0), NPairLoss()
-CONTRASTIVE, KL = PairwiseContrastiveLoss(margin=2.0), DistillationLoss()
+CONTRASTIVE, KL, NET = PairwiseContrastiveLoss(margin=2.0), DistillationLoss(), RankNetLoss()
 OWN, LANGUAGE = InfoNCELoss(temperature=0.5, in_batch=False), LanguagePenaltyLoss(PENALTY)
-IDF = IdfFlopsLoss(PENALTY)
+IDF, MINIMUM = IdfFlopsLoss(PENALTY), MinActivationLoss(threshold=3.0)
 OWN_TOKENS, ITS_TOKENS = SelfReconstructionLoss(balanced=True), PositiveActivationLoss()
 
 # The loss, columns, labels, and the same from a plain loop's tensors.
 ALONE = {
-    "info_nce": (WARM, 4, None, info_nce),
-    "info_nce, own negatives": (OWN, 4, None, own_negatives),
+    "info_nce": (WARM, 4, None, lambda t, _: WARM(t[0][0], t[1][0], rows_of(t[2:]))),
+    "info_nce, own negatives": (
+        OWN,
+        4,
+        None,
+        lambda t, _: OWN(t[0][0], t[1][0], own_negatives(t[2:]).activations),
+    ),
     "n_pair": (PAIRS, 2, None, of_vectors(PAIRS)),
     "triplet_margin": (TRIPLET, 3, None, of_vectors(TRIPLET)),
     "pairwise_contrastive": (CONTRASTIVE, 2, SAME, of_vectors(CONTRASTIVE)),
     "distillation": (KL, 4, SCORES, lambda t, y: KL(dots(t), y)),
-    "margin_mse": (MarginMSELoss(), 4, SCORES, mse_of_margins),
-    "ranknet": (RankNetLoss(), 4, SCORES, of_ordered_pairs),
-    "flops": (FlopsLoss(), 2, None, of_rows(lambda x: (x.mean(0) ** 2).sum())),
+    "margin_mse": (MarginMSELoss(), 4, SCORES, of_margins),
+    "ranknet": (NET, 4, SCORES, lambda t, y: NET(dots(t), y)),
+    "flops": (FlopsLoss(), 2, None, of_rows(FlopsLoss())),
     "idf_flops": (IDF, 2, None, of_rows(IDF)),
-    "min_activation": (MinActivationLoss(threshold=3.0), 1, None, of_rows(smallest)),
-    "language_penalty": (LANGUAGE, 3, None, of_rows(lambda x: (x @ PENALTY.double()).mean())),
-    "self_reconstruction": (OWN_TOKENS, 2, None, lambda t, _: OWN_TOKENS(*joined(t)[:3])),
-    "positive_activation": (ITS_TOKENS, 2, None, its_tokens),
+    "min_activation": (MINIMUM, 1, None, of_rows(MINIMUM)),
+    "language_penalty": (LANGUAGE, 3, None, of_rows(LANGUAGE)),
+    "self_reconstruction": (OWN_TOKENS, 2, None, own_tokens),
+    "positive_activation": (ITS_TOKENS, 2, None, lambda t, _: ITS_TOKENS(t[0][0], *t[1][1:3])),
     "nws": (NWSLoss(SIMILARITY), 2, MULTI_HOT, nws),
     "objective": (objective(), 4, SCORES, of_batch),
 }

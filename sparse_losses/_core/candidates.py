@@ -1,0 +1,126 @@
+"""The candidates of InfoNCE and N-pair, and which of them are no negatives."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparse_losses._core.softmax import false_negative_limit
+from sparse_losses.distributed import gather_rows, num_ranks, rank
+
+
+class Call(NamedTuple):
+    """The arguments of ``info_nce_loss``, checked and cast; the defaults are N-pair's."""
+
+    anchor: Tensor
+    positive: Tensor
+    negative: Tensor | None = None
+    temperature: float | Tensor = 1.0
+    similarity: str = "dot"
+    symmetric: bool = False
+    in_batch: bool = True
+    negatives_from: tuple[str, ...] = ("document",)
+    positive_ids: Tensor | None = None
+    positive_mask: Tensor | None = None
+    candidate_mask: Tensor | None = None
+    false_negative_margin: float | None = None
+    false_negative_ratio: float | None = None
+    decoupled: bool = False
+    gather: bool = False
+    reduction: Any = "mean"
+
+    def ranks(self) -> int:
+        """The number of ranks whose rows are candidates."""
+        return num_ranks() if self.gather else 1
+
+    def num_keys(self) -> int:
+        """The number of keys of a query: the positives of the batch, or its own."""
+        return len(self.anchor) * self.ranks() if self.in_batch else 1
+
+    def bounds(self) -> tuple[float | None, float | None]:
+        """Margin and ratio of false negatives."""
+        return self.false_negative_margin, self.false_negative_ratio
+
+    def may_lack_negatives(self) -> bool:
+        """Whether a row of a decoupled loss may be without a negative and thus not valid."""
+        if not self.decoupled or self.candidate_mask is not None:
+            return self.decoupled
+        is_full = self.positive_ids is None and self.bounds() == (None, None)
+        return not ((is_full and self.num_keys() > 1) or number_of(self.negative) > 0)
+
+
+def number_of(negative: Tensor | None) -> int:
+    """Return the number of negatives of a row."""
+    return 0 if negative is None else negative.shape[-2]
+
+
+class Direction(NamedTuple):
+    """Queries, their keys, and which of these and of the negatives are no negatives."""
+
+    query: str
+    key: str
+    first: int | None  # the key that is the positive of the first query; `None`: the only key
+    num_keys: int
+    positives: Tensor | None  # several, [B, K]
+    ids: Tensor | None  # of the keys [K]
+    left_out: Tensor | None  # [B, K + N]
+
+    def own(self, scores: Tensor, start: int = 0) -> Tensor:
+        """Return a view of the scores of the own positives of some rows from ``start`` on."""
+        return scores[:, 0] if self.first is None else scores.diagonal(start + self.first)
+
+    def excluded_keys(self, rows: slice, above: Tensor | None = None) -> Tensor | None:
+        """Mask ``[c, K]`` of what ids, ``candidate_mask`` and ``above`` exclude, or ``None``."""
+        excluded = None
+        for mask in (same_ids(self.ids, self.first, rows), self.left_out_keys(rows), above):
+            if mask is not None:
+                excluded = mask if excluded is None else excluded | mask
+        return excluded
+
+    def left_out_keys(self, rows: slice) -> Tensor | None:
+        """Mask ``[c, K]`` of the keys that ``candidate_mask`` leaves out."""
+        return None if self.left_out is None else self.left_out[rows, : self.num_keys]
+
+    def left_out_negatives(self, rows: slice) -> Tensor | None:
+        """Mask ``[c, N]`` of the negatives that ``candidate_mask`` leaves out."""
+        return None if self.left_out is None else self.left_out[rows, self.num_keys :]
+
+
+def same_ids(ids: Tensor | None, first: int | None, rows: slice) -> Tensor | None:
+    """Mask ``[c, K]`` of the keys that have the id of the row's own positive."""
+    if ids is None or first is None:
+        return None
+    return ids[first + rows.start : first + rows.stop, None] == ids
+
+
+def false_negatives(
+    scores: Tensor, own: Tensor, bounds: tuple[float | Tensor | None, float | None], dim: int = 1
+) -> Tensor | None:
+    """Mask of the scores that are above a bound by those of the positives; ``None`` without one."""
+    if bounds == (None, None):
+        return None
+    return scores > false_negative_limit(own, *bounds).unsqueeze(dim)
+
+
+def directions(call: Call) -> list[Direction]:
+    """Return the directions of the loss: anchors to positives and, ``symmetric``, back."""
+    first = (rank() * len(call.anchor) if call.gather else 0) if call.in_batch else None
+    ids = call.positive_ids if call.in_batch else None
+    ids = None if ids is None else gather_rows(ids, call.gather)
+    left_out = None if call.candidate_mask is None else ~call.candidate_mask
+    num_keys, positives = call.num_keys(), call.positive_mask
+    found = [Direction("anchor", "positive", first, num_keys, positives, ids, left_out)]
+    if call.symmetric:
+        if positives is not None:
+            positives = _reversed(positives, call.gather)
+        if left_out is not None and call.in_batch:
+            pairs, rest = left_out.tensor_split([num_keys], dim=1)
+            left_out = torch.cat([_reversed(pairs, call.gather), rest], dim=1)
+        found += [Direction("positive", "anchor", first, num_keys, positives, ids, left_out)]
+    return found
+
+
+def _reversed(mask: Tensor, gather: bool) -> Tensor:
+    """Return the mask of pairs ``[B, K]`` of the other direction: transposed."""
+    first = rank() * len(mask) if gather else 0
+    return gather_rows(mask, gather)[:, first : first + len(mask)].T

@@ -1,0 +1,83 @@
+"""The entries of a CSR tensor, with their gradient, and those of all ranks."""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from sparse_losses.distributed import gather_rows, num_ranks, scatter_sum
+
+
+class Entries(NamedTuple):
+    """Values, which have the tensor's graph, with their rows and columns."""
+
+    value: Tensor
+    row: Tensor
+    column: Tensor
+
+    def sum_columns(self, size: int, value: Tensor | None = None) -> Tensor:
+        """Return the sums ``[V]`` of the values, or of others in their place, by column."""
+        value = self.value if value is None else value
+        return value.new_zeros(size).index_add(0, self.column, value)
+
+    def sum_rows(self, size: int, value: Tensor | None = None) -> Tensor:
+        """Return the sums ``[B]`` of the values, or of others in their place, by row."""
+        value = self.value if value is None else value
+        return value.new_zeros(size).index_add(0, self.row, value)
+
+
+def entries_of(x: Tensor) -> Entries:
+    """Return the entries of a CSR tensor; nothing waits for an accelerator."""
+    value, rows = x.values(), torch.arange(len(x), device=x.device)
+    row = rows.repeat_interleave(x.crow_indices().diff(), output_size=len(value))
+    return Entries(value, row, x.col_indices())
+
+
+def values_at(x: Tensor, columns: Tensor) -> Tensor:
+    """Return the values of ``x [B, V]``, CSR, at ``columns [B, S]``, 0 where there is no entry."""
+    value, row, column = entries_of(x)
+    if len(value) == 0:
+        return columns * value.sum()
+    number = row * x.shape[1] + column.long()
+    wanted = torch.arange(len(x), device=x.device)[:, None] * x.shape[1] + columns
+    place = torch.searchsorted(number, wanted).clamp(max=len(value) - 1)
+    return torch.where(number[place] == wanted, value[place], 0.0)
+
+
+def largest_of_rows(x: Tensor, k: int) -> Tensor:
+    """Return the ``k`` largest values of each row of ``x [B, V]``, CSR and >= 0, ``[B, k]``."""
+    value, row, _ = entries_of(x)
+    order = value.detach().argsort(descending=True, stable=True)
+    order = order[row[order].argsort(stable=True)]  # by row, the largest first
+    rank = torch.arange(len(value), device=x.device) - x.crow_indices()[:-1].long()[row]
+    place = torch.where(rank < k, row * k + rank, len(x) * k)  # the last place is for the others
+    flat = value.new_zeros(len(x) * k + 1).index_put((place,), value[order])
+    return flat[:-1].view(len(x), k)
+
+
+def gather_entries(x: Tensor) -> Tensor:
+    """Return the rows of all ranks of a CSR matrix; entries are sent, as many as the most."""
+    counts = gather_rows(x.crow_indices().diff())
+    sizes = counts.view(num_ranks(), -1).sum(1).tolist()
+
+    def gathered(own: Tensor) -> Tensor:
+        padded = nnf.pad(own, (0, max(sizes) - len(own)))
+        parts = torch.split(gather_rows(padded), max(sizes) or 1)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=False)] or [own])
+
+    crow = nnf.pad(counts.cumsum(0), (1, 0)).to(x.crow_indices().dtype)
+    shape = (len(counts), x.shape[1])
+    column, value = gathered(x.col_indices()), gathered(x.values())
+    return torch.sparse_csr_tensor(crow, column, value, shape, check_invariants=False)
+
+
+def scatter_entries(gradient: Tensor, own: Tensor) -> Tensor:
+    """Return this rank's rows of the sum over ranks of a CSR gradient in ``gather_entries``."""
+    ends = gradient.crow_indices()[len(own) :: len(own)].tolist()
+    sizes = [end - start for start, end in itertools.pairwise([0, *ends])]
+    padded = [nnf.pad(x, (0, max(sizes) - len(x))) for x in torch.split(gradient.values(), sizes)]
+    value = scatter_sum(torch.cat(padded))[: len(own.values())]
+    crow, column = own.crow_indices(), own.col_indices()
+    return torch.sparse_csr_tensor(crow, column, value, own.shape, check_invariants=False)

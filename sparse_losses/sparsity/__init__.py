@@ -1,0 +1,1 @@
+"""Dense activations in, as many dimensions as you name out."""
