@@ -78,7 +78,7 @@ class NonzeroScores:
         is_nan[entries.row[value.isnan()]] = True
         return is_nan
 
-    def _scores(self, name: str) -> Tensor:
+    def _products(self, name: str) -> Tensor:
         scores = product(self.rows["query"][0], self.rows[name][0])
         is_nan = self.is_nan["query"][:, None] | self.is_nan[name]
         scores = scores.div_(self.temperature).masked_fill_(is_nan, torch.nan)
@@ -86,7 +86,7 @@ class NonzeroScores:
 
     def block(self, rows: slice) -> Tensor:
         """Return all scores."""
-        parts = [self._scores(name) for name in self.inputs if name != "query"]
+        parts = [self._products(name) for name in self.inputs if name != "query"]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def scaled_(self, gradient: Tensor, rows: slice) -> Tensor:

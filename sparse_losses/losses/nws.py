@@ -196,7 +196,7 @@ def _definition(
     valid = y.any(-1)
     if decoupled and eps == 0:
         valid = valid & (a > 0).any(-1)
-    s = _scores(query, features, prototype, valid) / temperature
+    s = _cosines(query, features, prototype, valid) / temperature
     weighted = s + a.log()
     absent = ~((a > 0) | s.isnan())  # keeps a NaN of weight 0
     if eps > 0:
@@ -239,7 +239,7 @@ def _instances(
     return torch.cat(features), torch.cat(labels), torch.cat(filled)
 
 
-def _scores(query: Tensor, features: Tensor, prototype: Tensor, valid: Tensor) -> Tensor:
+def _cosines(query: Tensor, features: Tensor, prototype: Tensor, valid: Tensor) -> Tensor:
     """Cosines ``[B, R]``; inputs that no valid row uses are zeroed, or a NaN reaches gradients."""
     some, dtype = valid.any(), features.dtype
     query = normalize(torch.where(valid[:, None], query.to(dtype), 0.0))

@@ -49,8 +49,7 @@ class DocumentFrequency:
         tensor([1.7918, 0.1823, 0.6931, 0.6931, 1.7918], dtype=torch.float64)
 
     References:
-        Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009. The
-        1 inside the logarithm keeps ``bm25`` positive for tokens that occur in most documents.
+        Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009.
     """
 
     def __init__(self, vocab_size: int, *, tokenizer_sha256: str | None = None) -> None:
@@ -78,8 +77,7 @@ class DocumentFrequency:
     def update(self, input_ids: Tensor, attention_mask: Tensor) -> None:
         """Count a batch; each row is a document and adds 1 to the ``df`` of each of its tokens.
 
-        A row without attended ids is an empty document, which counts. An attended id outside
-        ``[0, V)`` is an error that leaves the counter unchanged.
+        An empty document counts. A wrong id is an error that leaves the counter unchanged.
         """
         check_shapes(input_ids=(input_ids, "B S"), attention_mask=(attention_mask, "B S"))
         attended = as_mask("attention_mask", attention_mask.cpu())
@@ -103,8 +101,7 @@ class DocumentFrequency:
     def all_reduce(self) -> Self:
         """Sum the counts over the ranks of the process group, if there is one; return this counter.
 
-        Call it once, on every rank, after all counting: a second call would count every document
-        again. Ranks that count different vocabularies are an error on every rank.
+        Call it once, after all counting. Ranks of other vocabularies are an error on every rank.
         """
         if num_ranks() == 1:
             return self
@@ -121,9 +118,8 @@ class DocumentFrequency:
         """Return the inverse document frequency of every token, float64 ``[V]``."""
         check_choice("smoothing", smoothing, ("bm25", "standard"))
         n, df = self._documents_for("idf"), self.df.double()
-        if smoothing == "bm25":
-            return torch.log1p((n - df + 0.5) / (df + 0.5))
-        return torch.log(n / (df + 1))
+        is_bm25 = smoothing == "bm25"  # which is positive for every token
+        return torch.log1p((n - df + 0.5) / (df + 0.5)) if is_bm25 else torch.log(n / (df + 1))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the counts atomically, as an ``.npz`` archive; no suffix is appended."""
@@ -175,7 +171,7 @@ def _small_entries(archive: Any) -> dict[str, Any]:
         raise ValueError("one of its numbers is below 0")
     if shape_of_df != (found["vocab_size"],) or dtype_of_df != np.int64:
         raise ValueError("its `df` has not V integers")
-    return {**found, "tokenizer_sha256": found["tokenizer_sha256"] or None}
+    return found | {"tokenizer_sha256": found["tokenizer_sha256"] or None}
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:

@@ -1,18 +1,11 @@
 """DocumentFrequency: the counts are those of a loop, however the documents come."""
 
-import gzip
-import json
 import math
 import os
-import subprocess
-import sys
 from collections import Counter
-from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +14,6 @@ from sparse_losses import DocumentFrequency
 from sparse_losses.vocabulary.document_frequency import tokenizer_sha256
 from tests.distributed.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 V = 6
 documents = st.lists(st.lists(st.integers(0, V - 1), max_size=5), max_size=8)
 
@@ -269,31 +261,3 @@ def test_load_checks_tokenizer_and_vocab_size(tmp_path):
     counted([[1]]).save(path)
     with pytest.raises(ValueError, match="got None"):
         DocumentFrequency.load(path, tokenizer=ours)
-
-
-@pytest.mark.skipif(find_spec("distributed") is None, reason="needs dask[distributed]")
-def test_example_for_dask_counts_like_a_loop(tmp_path):
-    """Two files in two processes: one counter a partition, merged."""
-    words = {"[UNK]": 0, "a": 1, "b": 2, "c": 3}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    docs = [[1], [1, 2, 2], [3, 0], [3, 1, 2]] * 5
-    for part in range(2):
-        texts = [" ".join("?abc"[token] for token in doc) for doc in docs[part::2]]
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (tmp_path / f"part-{part}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    inputs, output = tmp_path / "part-*.jsonl.gz", ["--output", tmp_path / "dask.npz"]
-    options = ["--tokenizer", tmp_path / "tokenizer.json", "--field", "text", *output]
-    ran = subprocess.run(
-        [sys.executable, ROOT / "examples" / "document_frequency_dask.py", inputs, *options],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "20 documents of 2.2 tokens" in ran.stdout
-    loaded = DocumentFrequency.load(tmp_path / "dask.npz", tokenizer=tokenizer)
-    assert loaded.df.tolist() == loop(docs, len(words))
