@@ -272,12 +272,9 @@ def test_unpadded_texts_are_pooled_one_by_one(architecture, tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("target_modules", [["query"], ["query", "decoder"]])
-def test_lora_adapters_train_as_they_are(target_modules, sparse):
-    tie = {"ensure_weight_tying": False} if "decoder" in target_modules else {}
+def test_lora_adapters_train_as_they_are(sparse):
     reference = sparse()
-    config = peft.LoraConfig(r=2, target_modules=target_modules, init_lora_weights=False, **tie)
-    reference.add_adapter(config)
+    reference.add_adapter(peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights=False))
     reference.double()
     model = use_splade_head(copy.deepcopy(reference))
     weight = torch.rand(len(TEXTS), VOCABULARY)
@@ -372,4 +369,5 @@ def test_another_projection_needs_the_head_again(folder):
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["decoder"], ensure_weight_tying=False))
     with pytest.raises(RuntimeError, match="call `use_splade_head` again after resizing"):
         model.encode(TEXTS)
-    assert_equal_vectors(use_splade_head(model), reference)
+    with pytest.raises(TypeError, match="adapters on its output embeddings"):
+        use_splade_head(model)
