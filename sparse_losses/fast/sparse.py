@@ -20,7 +20,12 @@ def csr(row: Tensor, column: Tensor, values: Tensor, shape: tuple[int, int]) -> 
     """Return a sparse matrix of entries sorted by row."""
     _silence_the_beta_notice()
     return torch.sparse_csr_tensor(
-        bounds_of(row, shape[0]), column, values, shape, check_invariants=False
+        bounds_of(row, shape[0]),
+        column,
+        values,
+        shape,
+        device=values.device,  # not the default one
+        check_invariants=False,
     )
 
 
@@ -29,7 +34,7 @@ def _silence_the_beta_notice() -> None:
     # PyTorch warns once per process that CSR is in beta; here its use is an implementation detail.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.eye(1).to_sparse_csr()
+        torch.eye(1, device="cpu").to_sparse_csr()
 
 
 def sum_bags(index: Tensor, table: Tensor, bounds: Tensor, weight: Tensor | None = None) -> Tensor:

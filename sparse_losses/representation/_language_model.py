@@ -29,8 +29,16 @@ class TiedProjection(NamedTuple):
 
     layer: Any
     embeddings: Any
-    weight = property(lambda self: self.embeddings.weight)
-    bias = property(lambda self: self.layer.bias)
+
+    @property
+    def weight(self) -> Any:
+        """The matrix of the embeddings."""
+        return self.embeddings.weight
+
+    @property
+    def bias(self) -> Any:
+        """The bias of the layer."""
+        return self.layer.bias
 
 
 def unwrapped(model: Any) -> Any:
@@ -47,11 +55,11 @@ def unwrapped(model: Any) -> Any:
 def projection_of(model: Any) -> Any:
     """Return the vocabulary projection that a model uses now; ``==`` tells whether two are one."""
     model = unwrapped(model)
-    layer = getattr(model, "get_output_embeddings", lambda: None)()
+    layer: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if hasattr(layer, "modules_to_save"):  # PEFT trains a copy
         is_used = layer.active_adapters and not layer.disable_adapters
-        original = layer.original_module
-        layer = layer.modules_to_save[layer.active_adapters[0]] if is_used else original
+        copies, original = layer.modules_to_save, layer.original_module
+        layer = copies[layer.active_adapters[0]] if is_used else original
     rows = getattr(layer, "out_features", None)
     if rows not in (None, getattr(model.config.get_text_config(), "vocab_size", rows)):
         for module in model.modules():  # DeBERTa names another layer, beside the logits' bias

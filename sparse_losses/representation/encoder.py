@@ -65,9 +65,7 @@ class SpladeEncoder(nn.Module):
         query_threshold: The same for queries.
         keep_at_least: How many of its largest dimensions a text keeps whatever the threshold is.
         budgets: Pairs of both thresholds by the number of active dimensions that they give.
-        prompts: What ``encode`` puts before texts, by name: documents take that of the first name
-            in ``"document"``, ``"passage"`` and ``"corpus"``, queries that of ``"query"``.
-        default_prompt_name: The name of the prompt of a side without one.
+        prompts: What ``encode`` puts before texts: a dict with ``"document"`` and ``"query"``.
 
     Raises:
         TypeError: for another kind of model, gate or flag.
@@ -119,7 +117,6 @@ class SpladeEncoder(nn.Module):
         keep_at_least: int = 1,
         budgets: dict[float, tuple[float | None, float | None]] | None = None,
         prompts: dict[str, str] | None = None,
-        default_prompt_name: str | None = None,
     ) -> None:
         super().__init__()
         self.expansion, self.activation = expansion, activation
@@ -128,7 +125,7 @@ class SpladeEncoder(nn.Module):
         self.prune_ratio, self.max_active_dims = prune_ratio, max_active_dims
         self.document_threshold, self.query_threshold = document_threshold, query_threshold
         self.keep_at_least, self.budgets = keep_at_least, parts.budgets(budgets or {})
-        self.prompts, self.default_prompt_name = prompts, default_prompt_name
+        self.prompts = prompts
         parts.check(self._settings() | {"importance": importance, "max_length": max_length})
         inner, model = unwrapped(model), getattr(model, "_orig_mod", model)
         if expansion:
@@ -279,7 +276,7 @@ class SpladeEncoder(nn.Module):
         """
         encoding.check_texts(texts)
         if side is not None:
-            prompt = encoding.prompt_of(side, self.prompts, self.default_prompt_name)
+            prompt = (self.prompts or {}).get(side, "")
             texts = [prompt + text for text in texts]
         return encoding.token_ids(
             self.tokenizer,
@@ -455,8 +452,9 @@ class SpladeEncoder(nn.Module):
 
         ``transformers`` and sentence-transformers load the folder, too; the latter prunes by
         ``max_active_dims`` alone, not by thresholds. Of a ``PeftModel`` the adapters are saved as
-        PEFT does, with the path or name of the base model. README.md is a model card; one without
-        its last line is yours, and stays.
+        PEFT does, with the path or name of the base model. Until the last file is written the
+        folder does not load. README.md is a model card; one without its last line is yours, and
+        stays.
 
         Args:
             folder: Made if it does not exist; files of other names stay.

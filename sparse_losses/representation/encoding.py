@@ -1,6 +1,6 @@
 """From texts to sparse vectors on the CPU: batches, the entries of vectors, and their formats."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,6 @@ from sparse_losses._core.checks import check_integer, check_number
 from sparse_losses.fast.sparse import csr
 
 Entries = tuple[Tensor, Tensor]  # ids and weights of a vector
-# Which prompt of a folder a side takes, as in sentence-transformers: the first that there is.
-PROMPTS = {"query": ("query",), "document": ("document", "passage", "corpus")}
-
-
-def prompt_of(side: str, prompts: Mapping[str, str] | None, default: str | None) -> str:
-    """Return what is put before the texts of a side."""
-    name = next((name for name in PROMPTS[side] if name in (prompts or {})), default)
-    return (prompts or {}).get(name or "", "")
 
 
 def token_ids(tokenizer: Any, texts: Sequence[str], device: Any, **options: Any) -> dict[str, Any]:

@@ -148,10 +148,9 @@ class Folder:
             return {kind: self.inside(path) for kind, path in chain}
 
     def said(self) -> dict[str, Any]:
-        """Return what sentence-transformers' modules for documents are told, and the model's place.
+        """Return what sentence-transformers' files tell its modules, and the model's place.
 
-        Raises:
-            ValueError: if that is anything else than a ``SpladeEncoder`` computes.
+        A ``ValueError`` names what a ``SpladeEncoder`` does not compute.
         """
         modules = self.modules("document")
         said: dict[str, Any] = {"place": next(iter(modules.values()), self)}
@@ -169,15 +168,12 @@ class Folder:
                 allowed = KEYS.get(key, ()) if key != "place" else None
                 if allowed is not None and value not in allowed:
                     known = " or ".join(map(repr, allowed)) or "no such key"
-                    raise _RefusedError(
-                        f"expected {self.name} to have {key} = {known}, got {value!r}"
-                    )
+                    what = f"{self.name} to have {key} = {known}"
+                    raise _RefusedError(f"expected {what}, got {value!r}")
             sides = {said.get("query_length"), said.get("document_length")}
             if len(sides) > 1:
-                raise _RefusedError(
-                    f"expected {self.name} to have one query_length and document_length, "
-                    f"got {sides}"
-                )
+                what = f"{self.name} to have one query_length and document_length"
+                raise _RefusedError(f"expected {what}, got {sides}")
             for key in ("model", "config", "processor"):
                 old = f"{key}_args".replace("processor", "tokenizer")
                 given = said.get(old) or said.get(f"{key}_kwargs") or {}
@@ -189,11 +185,7 @@ class Folder:
         return said
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return settings and tensors: ours, or those that sentence-transformers' files tell.
-
-        Raises:
-            ValueError: if they tell anything else than a ``SpladeEncoder`` computes.
-        """
+        """Return settings and tensors: ours, or those that sentence-transformers' files tell."""
         said, tensors = self.said(), {}
         with named_damage(self.name):
             encoder = self.json(ENCODER)
@@ -207,13 +199,22 @@ class Folder:
                     raise ValueError(f"expected format {FORMAT}")
                 limits = (settings["max_length"], said.get("max_length"))
                 settings["max_length"] = min((x for x in limits if x), default=None)
-            prompts, default = encoder.get("prompts") or {}, encoder.get("default_prompt_name")
-            if default or any(prompts.values()):
-                settings |= {"prompts": prompts, "default_prompt_name": default}
-            if (similarity := encoder.get("similarity_fn_name")) not in (None, "dot"):
-                text = "compares vectors in sentence-transformers by"
-                warnings.warn(f"{self.name} {text} {similarity!r}, here by products", stacklevel=3)
+            if any((encoder.get("prompts") or {}).values()):
+                settings["prompts"] = encoder["prompts"]
+            self._warn_of_differences(encoder, said["place"])
         return settings, tensors
+
+    def _warn_of_differences(self, encoder: dict[str, Any], place: "Folder") -> None:
+        similarity, prompt = encoder.get("similarity_fn_name"), encoder.get("default_prompt_name")
+        kind, queries = next(iter(self.modules("query").items()), ("", place))
+        is_other = queries.hub != place.hub and "Static" not in kind
+        for applies, text in (
+            (similarity not in (None, "dot"), f"compares vectors by {similarity}, not by products"),
+            (prompt, f"has the default prompt {prompt}, for texts without a side"),
+            (is_other, f"encodes queries by another {kind}, which is not loaded"),
+        ):
+            if applies:
+                warnings.warn(f"{self.name} {text}, in sentence-transformers", stacklevel=4)
 
     def read_linear(self, layer: nn.Module) -> dict[str, Tensor]:
         """Return the state of BGE-M3's layer for a layer of its kind, empty without its file."""
@@ -222,11 +223,7 @@ class Folder:
         return {} if path is None else torch.load(path, **options)
 
     def read_model(self, *, has_logits: bool, **options: Any) -> tuple[Any, Any]:
-        """Return the language model, with adapters as a ``PeftModel``, and its tokenizer.
-
-        Warns:
-            UserWarning: if weights are missing.
-        """
+        """Return the language model, with adapters as a ``PeftModel``, and its tokenizer."""
         from safetensors import SafetensorError
         from transformers import AutoConfig, AutoTokenizer
 
@@ -299,9 +296,6 @@ def write_folder(
     """Write a folder that ``Folder`` reads; until its last file is written it does not load.
 
     Files of other names than those of transformers, PEFT, sentence-transformers and ours stay.
-
-    Warns:
-        UserWarning: if sentence-transformers does not prune as the encoder does.
     """
     from safetensors.torch import save_file
 
@@ -316,13 +310,12 @@ def write_folder(
         state = {name.split(".")[1]: x for name, x in tensors.items() if "importance." in name}
         torch.save(state, target / LINEAR)
 
-    prompts = {key: settings.get(key) for key in ("prompts", "default_prompt_name")}
-    settings = {key: x for key, x in settings.items() if key not in prompts}
+    prompts = settings.get("prompts") or {}
+    settings = {key: x for key, x in settings.items() if key != "prompts"}
     limit = settings["max_active_dims"]
     if limit is None and settings.get("budgets"):
         limit = max(int(float(budget)) for budget in settings["budgets"])
-    said = Folder(target).json(ENCODER) | prompts | {"prompts": prompts["prompts"] or {}}
-    said |= {"model_type": "SparseEncoder", "max_active_dims": limit}
+    said = {"model_type": "SparseEncoder", "prompts": prompts, "max_active_dims": limit}
     _write_json(target / ENCODER, said)
     plain = {"expansion": True, "pool_special_tokens": True, "softcap": None, "logit_scale": None}
     plain |= {"idf_weights": False, "gate": None}
@@ -359,10 +352,8 @@ def _check_adapters(model: Any) -> None:
         names = ", ".join(model.peft_config)
         raise ValueError(f"expected one adapter, named 'default', to save, got {names}")
     elif not model.active_peft_config.base_model_name_or_path:
-        raise ValueError(
-            "expected a base model with a path or a name on the Hub, which its adapters are saved "
-            "with, got one that was not loaded: save it, load it, and add adapters then"
-        )
+        why = "which adapters are saved with: save it, load it, and add adapters then"
+        raise ValueError(f"expected a base model with a path or a name on the Hub, {why}")
 
 
 def _write_card(folder: Path, model: Any, theirs: str) -> None:

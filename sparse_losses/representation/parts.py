@@ -35,7 +35,6 @@ SETTINGS: dict[str, Any] = {
     "keep_at_least": 1,
     "budgets": {},
     "prompts": None,
-    "default_prompt_name": None,
 }
 
 

@@ -130,8 +130,7 @@ class StaticQueryEncoder(nn.Module):
             frozen = side.json("config.json").get("frozen", False)
             tokenizer = AutoTokenizer.from_pretrained(folder.name, **side.hub)
             encoder = cls(tokenizer, weight if frozen else nn.Parameter(weight))
-            prompts, default = said.get("prompts"), said.get("default_prompt_name")
-            encoder.prompt = encoding.prompt_of("query", prompts, default)
+            encoder.prompt = (said.get("prompts") or {}).get("query", "")
         return encoder
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, document: SpladeEncoder) -> None:

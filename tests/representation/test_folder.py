@@ -1,29 +1,23 @@
 """Folders: what is saved is loaded again, also by others; what is damaged is refused by name."""
 
 import copy
-import errno
 import json
-import os
-import re
 import warnings
-from importlib.util import find_spec
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForMaskedLM, AutoTokenizer
-from transformers.utils import logging
+from transformers import AutoModelForMaskedLM, AutoTokenizer, FunnelConfig, FunnelForMaskedLM
 
-from sparse_losses import ContextGate, SpladeEncoder
-from tests.representation.tiny_models import ISSUE, TEXTS, VARIANTS, make, pair
+from sparse_losses import ContextGate, SpladeEncoder, StaticQueryEncoder
+from tests.representation.tiny_models import ISSUE, TEXTS, VARIANTS, make, pair, tokenizer
 
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+LONG = [*(text for text in TEXTS if text), "dog " * 500]
 
 
-def dense(encoder, texts=TEXTS):
-    return encoder.encode(texts, output="dense")
+def dense(encoder, texts=TEXTS, **options):
+    return encoder.encode(texts, output="dense", **options)
 
 
 @pytest.mark.parametrize(
@@ -59,40 +53,53 @@ def test_loaded_encoder_equals_the_saved_one(architecture, variant, tmp_path):
             assert other.head.weight is other.model.get_output_embeddings().weight
 
 
+@pytest.fixture
+def theirs():
+    """Loads a folder as sentence-transformers does."""
+    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
+    return lambda folder, **options: SparseEncoder(str(folder), device="cpu", **options)
+
+
+def check_both_sides(model, encoder, texts=LONG):
+    """Compare the vectors of a ``SparseEncoder`` with ours."""
+    for side in ("query", "document"):
+        expected = getattr(model, f"encode_{side}")(texts, convert_to_sparse_tensor=False)
+        ours = getattr(encoder, f"encode_{side}")(texts, output="dense")
+        torch.testing.assert_close(ours, expected.cpu().float(), msg=side)
+
+
 def test_the_model_card_says_how_to_load(tmp_path, monkeypatch):
-    encoder = make(idf_weights=True)
+    monkeypatch.chdir(tmp_path)
+    encoder = make()
     encoder.model.name_or_path = "someone/base"
-    encoder.calibrate(TEXTS, np.int64(5))
-    encoder.save_pretrained(tmp_path / "a")
-    card = (tmp_path / "a" / "README.md").read_text(encoding="utf-8")
+    encoder.save_pretrained("a")
+    card = (tmp_path / "a/README.md").read_text(encoding="utf-8")
     said = yaml.safe_load(card.split("---\n")[1])
     assert {"sparse-encoder", "splade"} < set(said["tags"])
     assert said["base_model"] == "someone/base"
-    assert "does not prune" in card
-    monkeypatch.chdir(tmp_path)  # where the folder's name leads to it
-    for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
-        if "import SparseEncoder" in block and find_spec("sentence_transformers") is None:
-            continue
-        exec(block, names := {})
-        assert names["vectors"].shape == (1, encoder.vocab_size)
-
-    loaded = SpladeEncoder.from_pretrained("a")
-    loaded.document_threshold = None
-    loaded.save_pretrained("b")
-    assert "does not prune" not in (tmp_path / "b/README.md").read_text(encoding="utf-8")
-    (tmp_path / "b/README.md").write_bytes(b"mine \xff")
-    loaded.save_pretrained("b")
-    assert (tmp_path / "b/README.md").read_bytes() == b"mine \xff"
-    encoder.model.name_or_path = "/gone/checkpoint"
-    encoder.save_pretrained("c")
-    assert "gone" not in (tmp_path / "c/README.md").read_text(encoding="utf-8")
-
-
-def test_the_model_card_offers_no_reader_that_refuses_the_folder(tmp_path):
-    make(expansion=False).save_pretrained(tmp_path)
-    card = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert "SpladeEncoder.from_pretrained" in card
+    assert 'SpladeEncoder.from_pretrained("a")' in card
+    assert 'SparseEncoder("a")' in card
+    (tmp_path / "a/README.md").write_bytes(b"mine \xff")
+    encoder.save_pretrained("a")
+    assert (tmp_path / "a/README.md").read_bytes() == b"mine \xff"
+    make(expansion=False).save_pretrained("b")
+    card = (tmp_path / "b/README.md").read_text(encoding="utf-8")
     assert "SparseEncoder(" not in card
+    assert "no modules for this encoder" in card
+
+
+@pytest.mark.parametrize(("limit", "most"), [(None, None), (3, 3)])
+def test_thresholds_are_said_and_saved_as_far_as_there_is_a_place(limit, most, theirs, tmp_path):
+    encoder = make(document_threshold=0.5, max_active_dims=limit)
+    kept = "all active dimensions" if limit is None else "the 3 largest"
+    with pytest.warns(UserWarning, match=f"not apply document_threshold, and keeps {kept} of"):
+        encoder.save_pretrained(tmp_path)
+    assert f"document_threshold, and keeps {kept}" in (tmp_path / "README.md").read_text("utf-8")
+    assert SpladeEncoder.from_pretrained(tmp_path).document_threshold == 0.5
+    model = theirs(tmp_path)
+    assert getattr(model, "max_active_dims", None) == most
+    active = (model.encode(TEXTS[:2], convert_to_sparse_tensor=False) > 0).sum(1)
+    assert (active <= 3).all() == (most == 3)
 
 
 @pytest.mark.parametrize("expansion", [True, False])
@@ -149,11 +156,9 @@ def test_missing_weights_are_a_warning(tmp_path):
     words.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=r"has no weights for cls.*they are random"):
         SpladeEncoder.from_pretrained(tmp_path)
-    verbosity = logging.get_verbosity()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SpladeEncoder.from_pretrained(tmp_path, expansion=False)
-    assert logging.get_verbosity() == verbosity
     weights = load_file(tmp_path / "model.safetensors")
     del weights["embeddings.word_embeddings.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -161,171 +166,149 @@ def test_missing_weights_are_a_warning(tmp_path):
         SpladeEncoder.from_pretrained(tmp_path, expansion=False)
 
 
-GATE = {"gate_hidden": 256, "num_heads": 4, "dropout": 0.1}
-SETTINGS = {"format": 1, "expansion": True, "max_length": 40, "idf_weights": True, "gate": GATE}
-OURS, PROMPTS = "sparse_losses.json", "config_sentence_transformers.json"
-MODULES, WEIGHTS = "modules.json", "2_IdfWeights/model.safetensors"
+# ------------------------------------------------------------------------------------------------
+# Folders of sentence-transformers
 
-
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        (OURS, "{"),
-        (OURS, {**SETTINGS, "format": 2}),
-        (OURS, {**SETTINGS, "gate": {"depth": 2}}),
-        (OURS, {**SETTINGS, "gate": None}),  # its tensors are there
-        (OURS, {**SETTINGS, "max_length": -1}),
-        (OURS, {**SETTINGS, "softcap": "12"}),
-        (MODULES, {"idx": 0}),
-        (MODULES, [{"type": 1, "path": ""}]),
-        (PROMPTS, ["prompt"]),
-    ],
-)
-def test_damaged_json_is_an_error_that_names_the_folder(file, content, tmp_path):
-    make(idf_weights=True, gate=True).save_pretrained(tmp_path)
-    text = content if isinstance(content, str) else json.dumps(content)
-    (tmp_path / file).write_text(text)
-    with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
-        SpladeEncoder.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "file", [MODULES, PROMPTS, "model.safetensors", "sparse_losses.safetensors", WEIGHTS]
-)
-def test_truncated_file_is_an_error_that_names_the_folder(file, tmp_path):
-    make(idf_weights=True, gate=True).save_pretrained(tmp_path)
-    (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:9])
-    with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
-        SpladeEncoder.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("expansion", "files", "message"),
-    [
-        (True, [OURS], f"it has no {OURS}"),
-        (True, ["sparse_losses.safetensors"], "it has no sparse_losses.safetensors"),
-        (True, [WEIGHTS], f"it has no {WEIGHTS}"),
-        (False, [OURS, "sparse_losses.safetensors"], f"it has no {OURS}"),
-        (True, ["config.json"], "it has no config.json"),
-        (True, ["tokenizer.json", "tokenizer_config.json"], "its tokenizer has no vocabulary"),
-    ],
-)
-def test_folder_without_its_files_is_incomplete(expansion, files, message, tmp_path):
-    with pytest.raises(OSError, match=f"{tmp_path.name} is incomplete: it has no config.json"):
-        SpladeEncoder.from_pretrained(tmp_path)
-    make(idf_weights=True, expansion=expansion).save_pretrained(tmp_path)
-    for file in files:
-        (tmp_path / file).unlink()
-    with pytest.raises(OSError, match=f"{tmp_path.name} is incomplete: {message}"):
-        SpladeEncoder.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("path", ["../other", "/other", "inner/../../other", "C:other"])
-def test_modules_outside_the_folder_are_refused(path, tmp_path):
-    """What is there is not read, even where it would do."""
-    make(idf_weights=True).save_pretrained(tmp_path / "other")
-    folder, others = tmp_path / "folder", tmp_path / "other" / "2_IdfWeights"
-    make().save_pretrained(folder)
-    others.rename(tmp_path / "other" / "weights")
-    entry = {"type": "some.IdfWeights", "path": f"{path}/weights"}
-    (folder / "modules.json").write_text(json.dumps([entry]))
-    with pytest.raises(OSError, match=r"folder is damaged: .*expected paths inside it in modules"):
-        SpladeEncoder.from_pretrained(folder)
-
-
-def test_full_disk_leaves_the_old_folder(tmp_path, monkeypatch):
-    folder = tmp_path / "encoder"
-    old, new = make(gate=True), make(idf_weights=True)
-    old.save_pretrained(folder)
-    (folder / "notes.txt").write_text("mine")
-
-    def content():
-        return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-
-    def full(*_, **__):
-        raise FULL
-
-    before = content()
-    with monkeypatch.context() as patch:
-        patch.setattr("sparse_losses.representation.folder.json.dumps", full)
-        with pytest.raises(OSError, match="No space left"):
-            new.save_pretrained(folder)
-    assert content() == before
-    assert os.listdir(tmp_path) == ["encoder"]
-    new.save_pretrained(folder)
-    assert SpladeEncoder.from_pretrained(folder).gate is None
-    assert (folder / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize("after", [0, 3])
-def test_partly_replaced_folder_does_not_load(tmp_path, monkeypatch, after):
-    old, new = make(gate=True), make(gate=True)
-    old.save_pretrained(tmp_path)
-    replace, done = os.replace, []
-
-    def stops(*paths):
-        if len(done) == after:
-            raise FULL
-        done.append(paths)
-        replace(*paths)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("sparse_losses.representation.folder.os.replace", stops)
-        with pytest.raises(OSError, match="No space left"):
-            new.save_pretrained(tmp_path)
-    with pytest.raises(OSError, match="is incomplete"):
-        SpladeEncoder.from_pretrained(tmp_path)
-
-
-def test_stale_shards_are_deleted(tmp_path):
-    encoder = make()
-    encoder.model.save_pretrained(tmp_path, max_shard_size="10KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    encoder.save_pretrained(tmp_path)
-    assert [file.name for file in tmp_path.glob("model*")] == ["model.safetensors"]
-    SpladeEncoder.from_pretrained(tmp_path)
+BERT, ENCODER = "sentence_bert_config.json", "config_sentence_transformers.json"
+POOLING = "1_SpladePooling/config.json"
+TEXT = {"text": {"method": "forward", "method_output_name": "logits"}}
+# What is the same for both: file, what it says.
+HONOURED = [
+    (BERT, {"max_seq_length": 7}),
+    (BERT, {"max_seq_length": 7, "do_lower_case": True}),
+    (BERT, {"document_length": 6, "query_length": 6}),
+    (BERT, {"tokenizer_args": {"model_max_length": 8}}),
+    (BERT, {"processor_kwargs": {"model_max_length": 8}, "unpad_inputs": False}),
+    (BERT, {"model_args": {"attn_implementation": "eager", "dtype": "float64"}}),
+    (BERT, {"config_args": {"layer_norm_eps": 0.5}}),
+    (BERT, {"transformer_task": "fill-mask", "modality_config": TEXT}),
+    (ENCODER, {"prompts": {"query": "ask: ", "document": "about: "}}),
+    (ENCODER, {"prompts": {"query": "ask: ", "passage": "of: ", "corpus": "in: "}}),
+    (ENCODER, {"max_active_dims": 3}),
+    (POOLING, {"activation_function": "log1p_relu"}),
+]
+REFUSED = [
+    (BERT, {"query_length": 5}, "one query_length and document_length"),
+    (BERT, {"transformer_task": "feature-extraction"}, "transformer_task = 'fill-mask', got 'fea"),
+    (BERT, {"module_output_name": "scores"}, "module_output_name = 'token_embeddings', got"),
+    (BERT, {"processing_kwargs": {"text": {"padding": "max_length"}}}, "processing_kwargs"),
+    (BERT, {"query_expansion": {"length": 9}}, "query_expansion = None, got"),
+    (BERT, {"tokenizer_name_or_path": "other"}, "tokenizer_name_or_path = None, got 'other'"),
+    (BERT, {"modality_config": {"message": {}}}, "modality_config"),
+    (BERT, {"pool_the_moon": 1}, "pool_the_moon = no such key, got 1"),
+    (POOLING, {"pooling_strategy": "sum"}, "pooling_strategy = 'max', got 'sum'"),
+]
 
 
 @pytest.fixture
-def theirs():
-    """Loads a folder as sentence-transformers does."""
-    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
-    return lambda folder, **options: SparseEncoder(str(folder), device="cpu", **options)
+def written(theirs, tmp_path):
+    """Returns a folder of sentence-transformers, after one of its files was made to say more."""
+
+    def write(file, said, **options):
+        model, words = pair("bert", **options)
+        for part in (model, words):
+            part.save_pretrained(tmp_path / "plain")
+        theirs(tmp_path / "plain").save_pretrained(str(tmp_path / "theirs"))
+        path = tmp_path / "theirs" / file
+        before = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps(before | said), encoding="utf-8")
+        return tmp_path / "theirs"
+
+    return write
 
 
-def encode(model, texts):
-    return model.encode(texts, convert_to_sparse_tensor=False).cpu()
+@pytest.mark.parametrize(("file", "said"), HONOURED, ids=str)
+def test_what_a_folder_says_is_done(file, said, written, theirs, tmp_path):
+    folder = written(file, said)
+    model, encoder = theirs(folder), SpladeEncoder.from_pretrained(folder)
+    texts = [*LONG, "The Quick BROWN fox"]
+    check_both_sides(model, encoder, texts)
+    encoder.save_pretrained(tmp_path / "ours")
+    again = SpladeEncoder.from_pretrained(tmp_path / "ours")
+    for side in ("query", "document"):
+        expected = dense(encoder, texts, side=side)
+        torch.testing.assert_close(dense(again, texts, side=side), expected)
+    if "dtype" not in str(said):  # which they read there again
+        check_both_sides(theirs(tmp_path / "ours"), encoder, texts)
 
 
-OPTIONS = [{"idf_weights": True}, {"activation": "log1p_relu"}]
+@pytest.mark.parametrize(("file", "said", "message"), REFUSED, ids=str)
+def test_what_cannot_be_done_is_refused_by_name(file, said, message, written):
+    with pytest.raises(ValueError, match=message):
+        SpladeEncoder.from_pretrained(written(file, said))
+
+
+def test_the_limit_is_the_smallest_of_file_model_and_tokenizer(written):
+    for said in (30, 300):
+        folder = written(BERT, {"max_seq_length": said})
+        assert SpladeEncoder.from_pretrained(folder).max_length == min(said, 40)
+        assert SpladeEncoder.from_pretrained(folder, max_length=9).max_length == 9
 
 
 @pytest.mark.parametrize(
-    ("architecture", "options"), [*(("bert", x) for x in OPTIONS), *((name, {}) for name in ISSUE)]
+    ("said", "message"),
+    [
+        ({"similarity_fn_name": "cosine"}, "compares vectors by cosine, not by products"),
+        (
+            {"prompts": {"p": "ask: "}, "default_prompt_name": "p"},
+            "default prompt p, for texts without a side",
+        ),
+    ],
 )
-def test_sentence_transformers_gives_the_same_vectors(architecture, options, theirs, tmp_path):
-    encoder, weighted = make(architecture, **options), "idf_weights" in options
+def test_what_is_done_elsewhere_alone_is_a_warning(said, message, written):
+    with pytest.warns(UserWarning, match=message):
+        SpladeEncoder.from_pretrained(written(ENCODER, said))
+
+
+def test_model_without_a_limit_reads_whole_texts(theirs, tmp_path):
+    words = tokenizer()
+    sizes = {"d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 32, "block_sizes": [1, 1]}
+    model = FunnelForMaskedLM(FunnelConfig(vocab_size=len(words), **sizes)).eval()
+    encoder = SpladeEncoder(model, words)
+    assert encoder.max_length is None
+    assert encoder.tokenize(["dog " * 300])["input_ids"].shape[1] > 300
     encoder.save_pretrained(tmp_path)
-    # Idf weights are a module of ours, which they run only if told to.
-    model = theirs(tmp_path, trust_remote_code=weighted)
+    assert SpladeEncoder.from_pretrained(tmp_path).max_length is None
+    check_both_sides(theirs(tmp_path), encoder, ["dog " * 300])
+
+
+def test_both_sides_of_a_router_of_two_models_are_not_one(theirs, tmp_path):
+    make().save_pretrained(tmp_path / "a")
+    make(activation="log1p_relu").save_pretrained(tmp_path / "b")
+    modules = pytest.importorskip("sentence_transformers.sparse_encoder.modules")
+    sides = [list(theirs(tmp_path / name)) for name in "ab"]
+    router = modules.Router.for_query_document(*sides)
+    type(theirs(tmp_path / "a"))(modules=[router], device="cpu").save_pretrained(
+        str(tmp_path / "r")
+    )
+    with pytest.warns(UserWarning, match="encodes queries by another MLMTransformer"):
+        encoder = SpladeEncoder.from_pretrained(tmp_path / "r")
+    assert encoder.activation == "log1p_relu"
+
+
+@pytest.mark.parametrize("architecture", ISSUE)
+def test_sentence_transformers_gives_the_same_vectors(architecture, theirs, tmp_path):
+    encoder = make(architecture)
+    encoder.save_pretrained(tmp_path)
+    model = theirs(tmp_path)
     assert model.max_seq_length == encoder.max_length
-    texts = [text for text in TEXTS if text] + ["dog " * 500]
-    vectors = encode(model, texts)
-    torch.testing.assert_close(vectors, dense(encoder, texts))
-    # What they save again, we both read again.
-    saved = tmp_path / "theirs"
-    model.save_pretrained(str(saved))
-    again = SpladeEncoder.from_pretrained(saved)
-    assert again.activation == encoder.activation
-    torch.testing.assert_close(dense(again, texts), vectors)
-    torch.testing.assert_close(encode(theirs(saved, trust_remote_code=weighted), texts), vectors)
-    if weighted:
-        with pytest.raises(ValueError, match="trust_remote_code=True"):
-            theirs(tmp_path)
+    check_both_sides(model, encoder)
+    model.save_pretrained(str(tmp_path / "theirs"))  # what they save again, we both read again
+    again = SpladeEncoder.from_pretrained(tmp_path / "theirs")
+    check_both_sides(theirs(tmp_path / "theirs"), again)
+    torch.testing.assert_close(dense(again), dense(encoder))
 
 
 @pytest.mark.parametrize(
-    "options", [{"expansion": False}, {"pool_special_tokens": False}, {"logit_scale": 0.5}], ids=str
+    "options",
+    [
+        {"expansion": False},
+        {"pool_special_tokens": False},
+        {"logit_scale": 0.5},
+        {"gate": True},
+        {"idf_weights": True},
+    ],
+    ids=str,
 )
 def test_sentence_transformers_refuses_what_its_modules_lack(options, theirs, tmp_path):
     make().save_pretrained(tmp_path)
@@ -338,41 +321,92 @@ def test_sentence_transformers_refuses_what_its_modules_lack(options, theirs, tm
             theirs(tmp_path, trust_remote_code=trust)
 
 
-def test_sum_pooling_of_sentence_transformers_is_refused(theirs, tmp_path):
-    make().save_pretrained(tmp_path)
-    model = theirs(tmp_path)
-    model[1] = type(model[1])(pooling_strategy="sum")
-    model.save_pretrained(str(tmp_path / "theirs"))
-    with pytest.raises(ValueError, match=r"pooling_strategy 'max' .* got 'sum' and"):
-        SpladeEncoder.from_pretrained(tmp_path / "theirs")
+# ------------------------------------------------------------------------------------------------
+# What is in the way, damaged or missing
+
+OURS, TENSORS, MODULES = "sparse_losses.json", "sparse_losses.safetensors", "modules.json"
 
 
-def test_prompts_of_sentence_transformers_stay_and_are_a_warning(theirs, tmp_path):
-    encoder, saved = make(), tmp_path / "theirs"
+def test_files_of_others_stay_and_stale_ones_go(tmp_path):
+    encoder, mine = make(), ["model_ema.safetensors", "adapter_notes.txt", "model.safetensors.bak"]
+    encoder.model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    for name in (*mine, "adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
     encoder.save_pretrained(tmp_path)
-    model = theirs(tmp_path, prompts={"q": "ask: "})
-    model.default_prompt_name = "q"
-    model.save_pretrained(str(saved))
-    with pytest.warns(UserWarning, match="default prompt 'q'"):
-        SpladeEncoder.from_pretrained(saved).save_pretrained(saved)
-    again = theirs(saved)
-    assert again.prompts["q"] == "ask: "
-    torch.testing.assert_close(encode(again, ["dog"]), dense(encoder, ["ask: dog"]))
+    left = {
+        file.name for file in tmp_path.glob("*") if "model" in file.name or "adapt" in file.name
+    }
+    assert left == {*mine, "model.safetensors"}
+    assert torch.equal(dense(SpladeEncoder.from_pretrained(tmp_path)), dense(encoder))
 
 
-def test_idf_weights_are_a_module_in_a_model_of_sentence_transformers(theirs, tmp_path):
-    """Their trainer loads the checkpoints of their own modules only without further ado."""
-    encoder = make(idf_weights=True)
-    SpladeEncoder(encoder.model, encoder.tokenizer).save_pretrained(tmp_path)
-    model = theirs(tmp_path)
-    from sentence_transformers.base.modules import Module
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        (OURS, "{"),
+        (OURS, {"format": 2}),
+        (OURS, {"gate": {"depth": 2}}),
+        (OURS, {"max_length": -1}),
+        (OURS, {"softcap": "12"}),
+        (MODULES, {"idx": 0}),
+        (MODULES, [{"type": 1, "path": ""}]),
+        (MODULES, [{"type": "a.Router", "path": "/other"}]),
+        *((MODULES, [{"type": "a.MLMTransformer", "path": x}]) for x in ("../other", "C:other")),
+        (ENCODER, ["prompt"]),
+        *((file, None) for file in (MODULES, ENCODER, "model.safetensors", TENSORS)),
+    ],
+)
+def test_damaged_file_is_an_error_that_names_the_folder(file, change, tmp_path):
+    make(idf_weights=True, gate=True).save_pretrained(tmp_path)
+    path = tmp_path / file
+    if isinstance(change, dict) and file == OURS:
+        change = json.loads(path.read_text(encoding="utf-8")) | change
+    path.write_bytes(path.read_bytes()[:9] if change is None else json.dumps(change).encode())
+    with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
+        SpladeEncoder.from_pretrained(tmp_path)
 
-    from sparse_losses.integrations.sentence_transformers import IdfWeights
 
-    module = IdfWeights(encoder.vocab_size)
-    module.weight.copy_(encoder.idf_weights)
-    assert isinstance(module, Module)
-    vectors = encode(type(model)(modules=[*model, module]), ["dog"])
-    torch.testing.assert_close(vectors, dense(encoder, ["dog"]))
-    module.save(tmp_path / "alone")
-    assert torch.equal(IdfWeights.load(str(tmp_path / "alone")).weight, encoder.idf_weights)
+@pytest.mark.parametrize(
+    ("expansion", "files", "message"),
+    [
+        (True, [OURS], f"it has no {OURS}"),  # the last that is written
+        (True, [TENSORS], f"it has no {TENSORS}"),
+        (False, [OURS, TENSORS], f"it has no {OURS}"),
+        (True, ["config.json"], "it has no config.json"),
+        (True, ["tokenizer.json", "tokenizer_config.json"], "its tokenizer has no vocabulary"),
+    ],
+)
+def test_folder_without_its_files_is_incomplete(expansion, files, message, tmp_path):
+    with pytest.raises(OSError, match=f"{tmp_path.name} is incomplete: it has no config.json"):
+        SpladeEncoder.from_pretrained(tmp_path)
+    make(expansion=expansion).save_pretrained(tmp_path)
+    for file in files:
+        (tmp_path / file).unlink()
+    with pytest.raises(OSError, match=f"{tmp_path.name} is incomplete: {message}"):
+        SpladeEncoder.from_pretrained(tmp_path)
+
+
+def test_encoder_works_under_other_defaults_of_torch(tmp_path):
+    encoder = make(gate=True, idf_weights=True)
+    encoder.save_pretrained(tmp_path)
+    expected = dense(encoder)
+    try:
+        torch.set_default_device("meta")  # stands for a GPU; the model is on the CPU
+        model, words = encoder.model, encoder.tokenizer
+        for options in ({}, {"expansion": False, "gate": True}):
+            made = SpladeEncoder(model, words, **options).eval()
+            assert dense(made).shape == expected.shape
+            assert len(made.token_weights(TEXTS)) == len(TEXTS)
+        assert torch.equal(dense(encoder), expected)
+        queries = StaticQueryEncoder(words, encoder.idf_weights)
+        assert queries(**queries.tokenize(TEXTS)).device.type == "cpu"
+        assert queries.encode_query(TEXTS).device.type == "cpu"
+        torch.set_default_device(None)
+        for dtype in (torch.bfloat16, torch.float16):
+            torch.set_default_dtype(dtype)
+            assert torch.equal(dense(encoder), expected)
+            assert torch.equal(dense(SpladeEncoder.from_pretrained(tmp_path)), expected)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)

@@ -4,6 +4,7 @@ import json
 import random
 import re
 
+import peft
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -129,6 +130,7 @@ CAUSAL = {
     "gemma3": ("Gemma3", {"head_dim": 8}),
     "cohere": ("Cohere", {}),
     "granite": ("Granite", {"logits_scaling": 8.0}),
+    "gpt2": ("GPT2", {}),
 }
 
 
@@ -138,14 +140,24 @@ def causal_lm(kind: str, vocab_size: int, **settings):
     configuration = getattr(transformers, f"{name}{'Text' * (kind == 'gemma3')}Config")
     sizes = {**SIZES, "num_key_value_heads": 1, **IDS, **sizes, **settings}
     torch.manual_seed(random.Random(kind).randrange(1000))
-    model = getattr(transformers, f"{name}ForCausalLM")(
-        configuration(vocab_size=vocab_size, **sizes)
-    )
+    head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
+    model = getattr(transformers, f"{name}{head}")(configuration(vocab_size=vocab_size, **sizes))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=0.3)
     return model.eval()
+
+
+def with_lora(model, targets, **options):
+    """Return a PeftModel whose adapters change the outputs."""
+    torch.manual_seed(5)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, **options))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.5)
+    return model
 
 
 VARIANTS = {

@@ -1,0 +1,137 @@
+"""Pretrained weights, where ``SPLADE_TINY`` (a SPLADE of BERT) and ``MINILM`` name folders."""
+
+import os
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
+
+from sparse_losses import SpladeEncoder
+from sparse_losses.functional import splade_pool
+
+
+def folder(variable):
+    if not os.environ.get(variable):
+        pytest.skip(f"{variable} names no folder of pretrained weights")
+    return os.environ[variable]
+
+
+PARTS = (
+    "",
+    " ",
+    "\n\t",
+    "the",
+    "The quick brown fox",
+    "서울에서 점심 메뉴 추천해 주세요",
+    "한",
+    "日本語の文",
+    "🙂",
+    "👩‍👩‍👧 family 🎉🎉",
+    "?!...,;:",
+    "----",
+    "[MASK] [SEP]",
+    "<s>html</s>",
+    "e = mc²",
+    "ﬁnance",
+    "naïve café",
+    "Ünïcödé",
+    "a\u0301",
+    "\u200b",
+    "0.1 + 0.2 = 0.30000000000000004",
+    "http://a.b/c?d=e#f",
+    "antidisestablishmentarianism",
+    "x" * 300,
+    "def f(x): return x | y",
+    "SELECT * FROM t WHERE a=1;",
+    "rain in spain " * 40,
+    "토큰 " * 300,
+    "word " * 600,
+    "مرحبا بالعالم",
+    "שלום",
+    "C++ && C#",
+    "\x00\x07",
+)
+TEXTS = [f"{a} {b}".strip(" ") if b else a for b in ("", *PARTS[3:9]) for a in PARTS][:200]
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return SpladeEncoder.from_pretrained(folder("SPLADE_TINY"))
+
+
+@pytest.fixture(scope="module")
+def expected(encoder):
+    """log1p(relu(max)) of the logits of transformers' model, text by text."""
+    model = AutoModelForMaskedLM.from_pretrained(folder("SPLADE_TINY")).eval()
+    words = AutoTokenizer.from_pretrained(folder("SPLADE_TINY"))
+    rows = []
+    for text in TEXTS:
+        batch = words(text, truncation=True, max_length=512, return_tensors="pt")
+        with torch.no_grad():
+            rows.append(splade_pool(model(**batch).logits, batch["attention_mask"])[0])
+    assert len(rows) == 200
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_vectors_are_those_of_transformers(encoder, expected, batch_size, padding_side):
+    encoder.tokenizer.padding_side = padding_side
+    vectors = encoder.encode(TEXTS, output="dense", batch_size=batch_size)
+    torch.testing.assert_close(vectors, expected, atol=2e-5, rtol=1e-4)
+    assert not vectors.isnan().any()
+    assert (vectors > 0).any(1).all()
+
+
+def test_outputs_agree(encoder, expected):
+    csr, named = encoder.encode(TEXTS), encoder.encode(TEXTS, output="tokens")
+    assert torch.equal(csr.to_dense(), encoder.encode(TEXTS, output="dense"))
+    for row, tokens in zip(expected, named, strict=True):
+        ids = encoder.tokenizer.convert_tokens_to_ids(list(tokens))
+        weights = torch.tensor(list(tokens.values()))
+        assert len(ids) == (row > 0).sum()
+        torch.testing.assert_close(weights, row[ids], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_other_dtypes_stay_near(expected, dtype):
+    encoder = SpladeEncoder.from_pretrained(folder("SPLADE_TINY"), dtype=dtype)
+    vectors = encoder.encode(TEXTS, output="dense")
+    rounding = {torch.float64: 2e-5, torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
+    assert (vectors - expected).abs().max() < rounding
+
+
+def test_sentence_transformers_agrees_before_and_after_saving(encoder, expected, tmp_path):
+    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
+    encoder.save_pretrained(tmp_path / "ours")
+    SparseEncoder(folder("SPLADE_TINY"), device="cpu").save_pretrained(str(tmp_path / "theirs"))
+    for name in ("ours", "theirs"):
+        theirs = SparseEncoder(str(tmp_path / name), device="cpu")
+        vectors = theirs.encode(TEXTS, convert_to_sparse_tensor=False)
+        torch.testing.assert_close(vectors, expected, atol=2e-5, rtol=1e-4)
+        again = SpladeEncoder.from_pretrained(tmp_path / name)
+        ours = again.encode(TEXTS, output="dense")
+        torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_gradients_are_those_of_the_models_logits(encoder):
+    model = AutoModelForMaskedLM.from_pretrained(folder("SPLADE_TINY")).eval()
+    batch = encoder.tokenize(TEXTS[3:20])
+    splade_pool(model(**batch).logits, batch["attention_mask"]).square().sum().backward()
+    encoder.zero_grad()
+    encoder(**batch).square().sum().backward()
+    ours, size = dict(encoder.model.named_parameters()), 0.0
+    for name, parameter in model.named_parameters():
+        size = max(size, float(parameter.grad.abs().max()))
+        torch.testing.assert_close(ours[name].grad, parameter.grad, atol=1e-4 * size, rtol=1e-3)
+
+
+def test_dense_model_is_refused_and_encodes_without_expansion():
+    with pytest.raises(ValueError, match="known modules only, got Transformer, Pooling, Normalize"):
+        SpladeEncoder.from_pretrained(folder("MINILM"))
+    words = AutoTokenizer.from_pretrained(folder("MINILM"))
+    encoder = SpladeEncoder(AutoModel.from_pretrained(folder("MINILM")), words, expansion=False)
+    vectors = encoder.eval().encode(TEXTS, output="dense")
+    for row, text in zip(vectors, TEXTS, strict=True):
+        ids = words(text, truncation=True, max_length=encoder.max_length)["input_ids"]
+        assert set(row.nonzero()[:, 0].tolist()) <= set(ids) - set(words.all_special_ids)
