@@ -189,7 +189,7 @@ def test_every_public_name_has_a_docstring_with_an_example(name):
 
 LAZY = {  # what an extra brings, imported only inside a function
     "representation/encoding.py": {"tqdm"},
-    "representation/folder.py": {"peft", "safetensors", "transformers"},
+    "representation/folder.py": {"peft", "safetensors", "tokenizers", "transformers"},
     "representation/static.py": {"safetensors", "transformers"},
 }
 

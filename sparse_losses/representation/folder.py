@@ -219,8 +219,10 @@ class Folder:
     def read_linear(self, layer: nn.Module) -> dict[str, Tensor]:
         """Return the state of BGE-M3's layer for a layer of its kind, empty without its file."""
         path = self.find(LINEAR) if isinstance(layer, nn.Linear) else None
-        options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
-        return {} if path is None else torch.load(path, **options)
+        if path is None:
+            return {}
+        state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+        return state
 
     def read_model(self, *, has_logits: bool, **options: Any) -> tuple[Any, Any]:
         """Return the language model, with adapters as a ``PeftModel``, and its tokenizer."""
