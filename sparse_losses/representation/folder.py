@@ -219,10 +219,7 @@ class Folder:
     def read_linear(self, layer: nn.Module) -> dict[str, Tensor]:
         """Return the state of BGE-M3's layer for a layer of its kind, empty without its file."""
         path = self.find(LINEAR) if isinstance(layer, nn.Linear) else None
-        if path is None:
-            return {}
-        state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-        return state
+        return {} if path is None else torch.load(path, map_location="cpu", weights_only=True)
 
     def read_model(self, *, has_logits: bool, **options: Any) -> tuple[Any, Any]:
         """Return the language model, with adapters as a ``PeftModel``, and its tokenizer."""

@@ -245,11 +245,6 @@ def test_adapters_of_a_model_without_a_path_are_not_saved(tmp_path):
         encoder.save_pretrained(tmp_path)
 
 
-def test_a_plain_encoder_in_the_same_folder_leaves_no_adapters_behind(tmp_path):
-    SpladeEncoder(*adapted("bert", BODY, tmp_path / "base")).save_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(dense(reloaded(make(), tmp_path / "saved")), dense(make()))
-
-
 def test_adapters_of_peft_alone_load(tmp_path):
     masked, words = pair("bert")
     for part in (masked, words):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForMaskedLM, AutoTokenizer, FunnelConfig, FunnelForMaskedLM
+from transformers import AutoModelForMaskedLM, FunnelConfig, FunnelForMaskedLM
 
 from sparse_losses import ContextGate, SpladeEncoder, StaticQueryEncoder
 from tests.representation.tiny_models import ISSUE, TEXTS, VARIANTS, make, pair, tokenizer
@@ -133,21 +133,6 @@ def test_arguments_replace_or_drop_saved_parts(tmp_path):
     words = SpladeEncoder.from_pretrained(tmp_path, expansion=False, max_length=9)
     assert not words.expansion
     assert words.max_length == 9
-
-
-@pytest.mark.parametrize("architecture", ISSUE)
-def test_a_plain_masked_language_model_loads(architecture, tmp_path):
-    model, words = pair(architecture)
-    model.save_pretrained(tmp_path)
-    words.save_pretrained(tmp_path)
-    encoder = SpladeEncoder.from_pretrained(tmp_path)
-    expected = dense(SpladeEncoder(model, words))
-    assert torch.equal(dense(encoder), expected)
-    # And ours is one.
-    encoder.save_pretrained(tmp_path / "ours")
-    theirs = AutoModelForMaskedLM.from_pretrained(tmp_path / "ours")
-    batch = AutoTokenizer.from_pretrained(tmp_path / "ours")(["a"], return_tensors="pt")
-    assert torch.equal(theirs(**batch).logits, model(**batch).logits)
 
 
 def test_missing_weights_are_a_warning(tmp_path):
@@ -297,6 +282,9 @@ def test_sentence_transformers_gives_the_same_vectors(architecture, theirs, tmp_
     again = SpladeEncoder.from_pretrained(tmp_path / "theirs")
     check_both_sides(theirs(tmp_path / "theirs"), again)
     torch.testing.assert_close(dense(again), dense(encoder))
+    plain = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    batch = encoder.tokenize(["a"])
+    assert torch.equal(plain(**batch).logits, encoder.model(**batch).logits)
 
 
 @pytest.mark.parametrize(

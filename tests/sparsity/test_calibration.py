@@ -22,7 +22,6 @@ from tests.representation.tiny_models import (
     tokenizer,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:documents have")  # tiny models are dense
 DOCUMENTS = [*CORPUS[:7], "dogs over the fox", "추천 메뉴", "U.S.A. weight"]
 QUIET = {"verbose": False}
 

@@ -253,8 +253,7 @@ def test_unpadded_texts_are_pooled_one_by_one(architecture, tmp_path):
 
 def test_lora_adapters_train_as_they_are(sparse):
     reference = sparse()
-    config = peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights=False)
-    reference.add_adapter(config)
+    reference.add_adapter(peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights=False))
     reference.double()
     model, weight = use_splade_head(copy.deepcopy(reference)), torch.rand(len(TEXTS), VOCABULARY)
     (found, gradients), (expected, their_gradients) = (
