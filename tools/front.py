@@ -4,7 +4,9 @@ It is small and comes from committed results, so it is committed too, and GitHub
 colours follow the reader's light or dark setting.
 """
 
-from tools.tables import BENCHMARKS, DOCS, HEAD, MIB, PEER, Row, figure, one, seconds
+from benchmarks.run.table import RESULTS as BENCHMARKS
+from benchmarks.run.table import Row
+from tools.tables import DOCS, HEAD, MIB, PEER, figure, one, seconds
 
 PICTURE = DOCS / "assets" / "front.svg"
 GROUPS = {  # title: file, what its rows have in common, variants with their names

@@ -195,7 +195,7 @@ def language_models() -> str:
     for name, found in json.loads(text)["classes"].items():
         kinds.setdefault(found["status"], []).append(name.partition(" ")[0])
     rows = [
-        (kind, str(len(names)), "" if kind == "exact" else ", ".join(f"`{x}`" for x in names))
+        (kind, str(len(names)), "" if kind == "exact" else ", ".join(names))
         for kind, names in kinds.items()
     ]
     return markdown(("", "classes", "which"), rows, words=3)

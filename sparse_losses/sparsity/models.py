@@ -117,7 +117,8 @@ class OfSparseEncoder:
         self.language_model = unwrapped(transformer.auto_model)
         self.poolings = [x for x in model.modules() if type(x) is type(pooling)]
         self.vocab_size = len(projection_of(self.language_model).weight)
-        self.pruning: _Pruning = getattr(vars(model).get("forward"), "__self__", _Pruning(model))
+        owner = getattr(vars(model).get("forward"), "__self__", None)  # accelerate's is the model
+        self.pruning = owner if isinstance(owner, _Pruning) else _Pruning(model)
         self.thresholds: Thresholds = self.pruning.thresholds
 
     def read(self, texts: Any, side: str, signed: bool, *batching: Any) -> Iterator[Tensor]:
@@ -153,7 +154,8 @@ class OfSparseEncoder:
     def prune(self, thresholds: Thresholds, keep_at_least: int, budgets: Budgets) -> None:
         """Prune in this process."""
         self.pruning.thresholds, self.pruning.keep_at_least = thresholds, keep_at_least
-        if thresholds != (None, None) and "forward" not in vars(self.model):
+        owner = getattr(vars(self.model).get("forward"), "__self__", None)
+        if thresholds != (None, None) and owner is not self.pruning:
             self.model.forward = self.pruning.forward
             for pooling in self.poolings:
                 pooling.register_forward_hook(self.pruning.prune)
