@@ -188,7 +188,6 @@ def test_the_theme_fetches_nothing():
     assert re.search(r"^  font: false\b", settings, re.MULTILINE)
     assert not re.search(r"^\s*(?:analytics|hooks)\s*:", settings, re.MULTILINE)
     assert "emoji" not in settings
-    assert len(OWN) > 10
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -326,7 +325,6 @@ def test_figures_are_there_for_light_and_dark_and_told_in_words(page):
         for palette in ("light", "dark"):
             assert f"figures/{plot}-{palette}.svg#only-{palette})" in text
     linked = re.findall(r"figures/([\w-]+)-(light|dark)\.svg#only-(light|dark)\)", text)
-    assert all(one == other for _, one, other in linked)
     light, dark = (sorted(n for n, p, _ in linked if p == each) for each in ("light", "dark"))
     assert light == dark
 
