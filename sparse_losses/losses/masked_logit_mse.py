@@ -54,10 +54,10 @@ def masked_logit_mse_loss(
     References:
         MILCO: Learned Sparse Retrieval Across Languages via a Multilingual Connector.
     """
-    own = student_logits.detach()
-    is_silent = torch.maximum(own, teacher_logits) <= threshold  # a NaN of either side is not
-    target = torch.where(is_silent, own, teacher_logits)
-    squares = nnf.mse_loss(student_logits, target, reduction="none")
+    # A NaN of either side is not silent.
+    is_silent = torch.maximum(student_logits.detach(), teacher_logits) <= threshold
+    active = [x.masked_fill(is_silent, 0.0) for x in (student_logits, teacher_logits)]
+    squares = nnf.mse_loss(*active, reduction="none")
     num_active = (~is_silent).sum(1)
     values = squares.sum(1) / num_active.clamp(min=1)
     return reduce(values, reduction, num_active > 0, gather, zeroed=True)

@@ -56,8 +56,13 @@ def test_only_active_dimensions_have_a_gradient_and_the_teacher_has_none():
     assert teacher.grad is None
 
 
-def test_a_nan_shows_on_either_side():
+def test_a_nan_shows_on_either_side_and_infinite_silence_does_not():
     for side in (0, 1):
         logits = [torch.tensor([[1.0, -1.0]]), torch.tensor([[2.0, -2.0]])]
         logits[side][0, 1] = math.nan
         assert masked_logit_mse_loss(*logits).isnan()
+    student = torch.tensor([[1.0, -math.inf]], requires_grad=True)
+    value = masked_logit_mse_loss(student, torch.tensor([[3.0, -math.inf]]))
+    assert value == 4.0
+    (slope,) = torch.autograd.grad(value, student)
+    assert slope.tolist() == [[-4.0, 0.0]]
