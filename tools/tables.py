@@ -7,7 +7,7 @@ A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; `
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -119,32 +119,31 @@ MODELS = {
 }
 WAYS = {  # what acts during training; everything is pruned to the same numbers
     "nothing": "nothing: InfoNCE, then pruned",
-    "fixed": "FLOPS with the weights of sentence-transformers",
-    "fixed x1000": "FLOPS with 1,000 times these weights",
+    "fixed": "FLOPS, weights of sentence-transformers",
+    "fixed x1000": "FLOPS, 1,000 times the weights of sentence-transformers",
 }
 
 
-def ranking(*documents: str) -> str:
-    """nDCG@10 at equal dimensions and the products of a pair, means over the seeds."""
-    runs: dict[tuple[str, str, str, str], list[Row]] = {}
-    collections: dict[str, None] = {}
+def ranking(*documents: str, ways: Container[str] = ()) -> str:
+    """nDCG@10 after pruning to the same numbers, and the products; means over the seeds."""
+    runs: dict[tuple[str, int, str], list[Row]] = {}
     for row in read(RESULTS / "collection.csv"):
-        if row["asked_document"] in documents:
-            number = f"{float(row['asked_query']):.0f}, {row['asked_document']}"
-            way = row["arm"].split(", ")[-1]
-            way = re.sub(r"^gain (\d+) by .*", r"FLOPS by an integral gain to \1", way)
-            way = re.sub(r"^topk (\d+) from", r"BatchTopK to \1 from", way)
-            collections[row["collection"]] = None
-            runs.setdefault((row["model"], number, way, row["steps"]), []).append(row)
-    rows = []
-    for (model, number, way, _), own in runs.items():
-        by = [[x for x in own if x["collection"] == name] for name in collections]
-        figures = [share(mean(float(x["ndcg_10"]) for x in one)) if one else "" for one in by]
-        products = f"{mean(float(x['products']) for x in own):.2f}"
-        rows.append([MODELS.get(model, model), WAYS.get(way, way), number, *figures, products])
-    rows.sort(key=lambda row: ([*MODELS.values()].index(row[0]), -int(row[2].split(", ")[1])))
-    head = ("model", "besides InfoNCE", "dimensions", *map(str.upper, collections), "products")
-    return markdown(head, rows, words=2)
+        way = row["arm"].split(", ")[-1]
+        if row["asked_document"] in documents and (not ways or way in ways):
+            runs.setdefault((row["model"], -int(row["asked_document"]), way), []).append(row)
+    rows: list[list[str]] = []
+    collections = list(dict.fromkeys(row["collection"] for own in runs.values() for row in own))
+    for (model, number, way), own in sorted(runs.items(), key=lambda run: run[0][:2]):
+        numbers = {k: mean(float(x[k]) for x in own) for k in ("query", "document", "products")}
+        by = [[float(x["ndcg_10"]) for x in own if x["collection"] == c] for c in collections]
+        way = re.sub(r"^gain (\d+).*", r"FLOPS by an integral gain to \1", WAYS.get(way, way))
+        way = re.sub(r"^topk (\d+) from", r"BatchTopK to \1 from", way)
+        cells = [f"{numbers['query']:.0f}, {numbers['document']:.0f}"]
+        cells += [share(mean(one)) if one else "" for one in by]
+        rows.append([MODELS.get(model, model), str(-number), way, *cells])
+        rows[-1].append(f"{numbers['products']:.2f}")
+    head = ("model", "pruned to", "besides InfoNCE", "query, document")
+    return markdown((*head, *map(str.upper, collections), "products"), rows, words=3)
 
 
 def start() -> str:
@@ -164,27 +163,28 @@ def start() -> str:
 
 
 def demo(part: str) -> str:
-    """The demo's rankings, or what its vectors hold."""
-    tasks: Any = json.loads((RESULTS / "demo-seed-0.json").read_text(encoding="utf-8"))["test"]
+    """The demo's rankings, or what its vectors hold: means of three runs."""
+    files = sorted(RESULTS.glob("demo-seed-*.json"))
+    runs: Any = [json.loads(file.read_text(encoding="utf-8"))["test"] for file in files]
+
+    def value(task: int, *path: str) -> float:
+        return mean(functools.reduce(lambda x, key: x[key], path, run[task]) for run in runs)
+
+    names = [task["task"].split(" → ") for task in runs[0]]
     if part == "rankings":
         keys = {"recall_1": "R@1", "recall_10": "R@10", "mrr_10": "MRR@10"}
-        head = [
-            "",
-            *(f"{task['task'].split()[0]} {name}" for task in tasks for name in keys.values()),
-        ]
+        head = ["", *(f"{name[0]} {key}" for name in names for key in keys.values())]
         rows = [
-            [system, *(share(task["rankings"][system][key]) for task in tasks for key in keys)]
-            for system in tasks[0]["rankings"]
+            [x, *(share(value(n, "rankings", x, key)) for n in range(len(names)) for key in keys)]
+            for x in runs[0][0]["rankings"]
         ]
         return markdown(head, rows)
     rows = []
-    for task in tasks:
-        for name, side in zip(task["task"].split(" → "), ("query", "document"), strict=True):
-            look = task[side]
-            counts = [f"{look[key]:,.1f}" for key in ("active_unpruned", "active")]
-            rows.append(
-                [name, *counts, *(f"{look[key]:.1%}" for key in ("stopwords", "rare", "own"))]
-            )
+    for n, both in enumerate(names):
+        for name, side in zip(both, ("query", "document"), strict=True):
+            counts = [f"{value(n, side, key):,.1f}" for key in ("active_unpruned", "active")]
+            shares = [f"{value(n, side, key):.1%}" for key in ("stopwords", "rare", "own")]
+            rows.append([name, *counts, *shares])
     return markdown(("vectors of", "active", "pruned", "stopwords", "rare", "own"), rows)
 
 
@@ -210,7 +210,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step": lambda: pivot("sentence-transformers-step.csv", "vocabulary", STEP),
     "compatibility": compatibility.table,
     "language models": language_models,
-    "quality": functools.partial(ranking, "64"),
+    "quality": functools.partial(ranking, "64", ways=WAYS),
     "ranking": functools.partial(ranking, "128", "64", "32", "16"),
     "start": start,
     "demo": functools.partial(demo, "rankings"),

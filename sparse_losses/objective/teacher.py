@@ -25,7 +25,8 @@ class BM25Teacher(nn.Module):
         document_frequency: Counts of the corpus' documents, on the encoder's own tokens.
         special_token_ids: Tokens that have no score and do not count in a length, such as
             ``tokenizer.all_special_ids``.
-        k1, b: As in ``bm25_scores``.
+        k1: As in ``bm25_scores``.
+        b: As in ``bm25_scores``.
 
     Shape:
         - Input: two mappings with ``input_ids`` and ``attention_mask``, ``[Q, S]`` of the queries,
