@@ -112,7 +112,9 @@ class Launches(TorchDispatchMode):
                 flops = count_flops(*args, **kwargs, out_val=outputs) if count_flops else 0
                 size = _bytes(name, _tensors(args), made)
                 dtype = (received or made)[0].dtype
-                self.operations.append(Operation(name, SEVERAL.get(name, 1), size, flops, dtype))
+                # Without a mean the squares are one kernel.
+                count = 1 if name == "mse_loss" and made[0].ndim > 0 else SEVERAL.get(name, 1)
+                self.operations.append(Operation(name, count, size, flops, dtype))
         return outputs
 
     def _remember(self, received: Sequence[Tensor], made: Sequence[Tensor]) -> None:

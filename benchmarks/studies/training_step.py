@@ -22,6 +22,7 @@ import sparse_losses
 from benchmarks.losses import flops, info_nce, splade_head
 from benchmarks.run import memory, timing
 from benchmarks.run.table import RESULTS, circumstances, markdown, write
+from sparse_losses.objective import terms
 
 FLOPS_WEIGHT = 1e-3
 Head = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -116,9 +117,13 @@ class Step:
             with torch.autocast(self.device.type, torch.bfloat16):
                 contrast = info_nce.plain(query, document, temperature=1.0, similarity="dot")
                 return contrast + FLOPS_WEIGHT * (flops.plain(query) + flops.plain(document))
+        ranking = sparse_losses.InfoNCELoss(temperature=1.0, similarity="dot")
         objective = sparse_losses.SpladeObjective(
-            {"info_nce": 1.0, "query_flops": FLOPS_WEIGHT, "document_flops": FLOPS_WEIGHT},
-            info_nce=sparse_losses.InfoNCELoss(temperature=1.0, similarity="dot"),
+            {
+                "info_nce": (1.0, terms.info_nce(ranking)),
+                "query_flops": (FLOPS_WEIGHT, terms.flops("query")),
+                "document_flops": (FLOPS_WEIGHT, terms.flops("document")),
+            }
         )
         texts = sparse_losses.Texts(query), sparse_losses.Texts(document)
         total: Tensor = objective(sparse_losses.SpladeBatch(*texts)).total

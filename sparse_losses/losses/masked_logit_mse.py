@@ -1,6 +1,7 @@
 """Masked logit MSE: a student's logits follow a teacher's where either is active (MILCO, 2025)."""
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.loss import LossModule, loss
@@ -53,11 +54,12 @@ def masked_logit_mse_loss(
     References:
         MILCO: Learned Sparse Retrieval Across Languages via a Multilingual Connector.
     """
-    # A NaN of either side is not silent. A number that is subtracted compiles once for all values.
-    is_silent = torch.maximum(student_logits.detach(), teacher_logits) - threshold <= 0.0
-    difference = torch.where(is_silent, 0.0, student_logits - teacher_logits)
+    # A NaN of either side is not silent.
+    is_silent = torch.maximum(student_logits.detach(), teacher_logits) <= threshold
+    active = [x.masked_fill(is_silent, 0.0) for x in (student_logits, teacher_logits)]
+    squares = nnf.mse_loss(*active, reduction="none")
     num_active = (~is_silent).sum(1)
-    values = difference.square().sum(1) / num_active.clamp(min=1)
+    values = squares.sum(1) / num_active.clamp(min=1)
     return reduce(values, reduction, num_active > 0, gather, zeroed=True)
 
 
