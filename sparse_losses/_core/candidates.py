@@ -41,13 +41,6 @@ class Call(NamedTuple):
         """Margin and ratio of false negatives."""
         return self.false_negative_margin, self.false_negative_ratio
 
-    def may_lack_negatives(self) -> bool:
-        """Whether a row of a decoupled loss may be without a negative and thus not valid."""
-        if not self.decoupled or self.candidate_mask is not None:
-            return self.decoupled
-        is_full = self.positive_ids is None and self.bounds() == (None, None)
-        return not ((is_full and self.num_keys() > 1) or number_of(self.negative) > 0)
-
 
 def number_of(negative: Tensor | None) -> int:
     """Return the number of negatives of a row."""

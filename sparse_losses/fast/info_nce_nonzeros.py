@@ -1,29 +1,44 @@
-"""InfoNCE with products over the non-zeros of its inputs only."""
+"""InfoNCE of CSR tensors: their gradient is computed at their entries alone."""
 
 from collections.abc import Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparse_losses._core.implementations import Implementation
+from sparse_losses._core.candidates import Call
+from sparse_losses._core.entries import entries_of
+from sparse_losses._core.implementations import Arguments, Implementation
 from sparse_losses._core.products import as_single
-from sparse_losses.fast.info_nce import (
-    info_nce_by,
-    nonzeros_unsupported_reason,
-    prefers_nonzeros,
-)
-from sparse_losses.fast.sparse import NonZeros, non_zeros, product, products_by_columns, read_tile
+from sparse_losses._core.similarity import finite_rows, through_unit_rows_, unit_rows
+from sparse_losses.fast.info_nce import own_gradient_unsupported_reason, value_and_gradients
+from sparse_losses.fast.sparse import add_products, product, with_values
+
+
+def nonzeros_unsupported_reason(arguments: Arguments) -> str | None:
+    """Return why sparse products do not support the call, or ``None``."""
+    if arguments["negative"] is not None and arguments["negative"].ndim == 3:
+        return "no negatives per row"
+    if arguments["anchor"].device.type == "meta":
+        return "tensors with values"
+    return own_gradient_unsupported_reason(arguments)
+
+
+def prefers_nonzeros(arguments: Arguments) -> bool:
+    """Whether an input is CSR."""
+    inputs = (arguments["anchor"], arguments["positive"], arguments["negative"])
+    return any(x is not None and x.layout != torch.strided for x in inputs)
 
 
 def nonzeros_info_nce(needs: Set[str], **arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return value and gradients of InfoNCE by sparse products; all scores are held at once."""
     single = {n: as_single(x) if isinstance(x, Tensor) else x for n, x in arguments.items()}
-    return info_nce_by(NonzeroScores, False, needs, **single)
+    call = Call(**single)
+    return value_and_gradients(needs, call, NonzeroScores, len(call.anchor))
 
 
 class NonzeroScores:
-    """As ``DenseScores``, from non-zeros; the gradient of a CSR input has its pattern."""
+    """As ``DenseScores``, of CSR and dense rows; the gradient of a CSR input has its pattern."""
 
     def __init__(
         self,
@@ -34,60 +49,26 @@ class NonzeroScores:
         *,
         temperature: float | Tensor,
         cosine: bool,
-        hides_nan: Set[str],
+        hides_nan: Set[str],  # here all are hidden until the scores are there
         own_key: bool = False,
     ) -> None:
         self.needs, self.temperature, self.own_key = needs, temperature, own_key
         self.num_keys = 1 if own_key else len(key)
-        self.gradient_dtype = query.dtype
-        self.inputs = {"query": query, "key": key}
-        if negative is not None:
-            self.inputs["negative"] = negative
-        self.rows = {name: self._represent(x, cosine) for name, x in self.inputs.items()}
-        # Products over non-zeros may skip a NaN, so rows that contain one are marked.
-        self.is_nan = {}
-        for name, (entries, length) in self.rows.items():
-            value, hides = entries.value, name in hides_nan
-            # Infinity minus infinity is NaN.
-            self.is_nan[name] = self._rows_with_nan(entries, value - value if hides else value)
-            if hides:  # a NaN of an excluded row must not reach a gradient
-                kept = value.masked_fill(self.is_nan[name][entries.row], 0.0)
-                length = (
-                    None if length is None else length.masked_fill(self.is_nan[name], torch.inf)
-                )
-                self.rows[name] = entries._replace(value=kept), length
-        self.grads: dict[str, Tensor | None] = dict.fromkeys(("query", "key", "negative"))
-
-    @staticmethod
-    def _represent(x: Tensor, cosine: bool) -> tuple[NonZeros, Tensor | None]:
-        entries = non_zeros(x)
-        if not cosine:
-            return entries, None
-        rows, value = entries.shape[0], entries.value
-        scale = value.new_zeros(rows).scatter_reduce_(0, entries.row, value.abs(), "amax")
-        scale = torch.where(scale == 0, 1.0, scale)
-        unit = value / scale[entries.row]
-        norm = value.new_zeros(rows).index_add_(0, entries.row, unit.square()).sqrt()
-        is_zero = norm == 0
-        unit = unit / torch.where(is_zero, 1.0, norm)[entries.row]
-        return entries._replace(value=unit), torch.where(is_zero, torch.inf, scale * norm)
-
-    @staticmethod
-    def _rows_with_nan(entries: NonZeros, value: Tensor) -> Tensor:
-        is_nan = value.new_zeros(entries.shape[0], dtype=torch.bool)
-        is_nan[entries.row[value.isnan()]] = True
-        return is_nan
-
-    def _products(self, name: str) -> Tensor:
-        scores = product(self.rows["query"][0], self.rows[name][0])
-        is_nan = self.is_nan["query"][:, None] | self.is_nan[name]
-        scores = scores.div_(self.temperature).masked_fill_(is_nan, torch.nan)
-        return scores.diagonal()[:, None] if self.own_key and name == "key" else scores
+        inputs = {"query": query, "key": key, "negative": negative}
+        self.rows = {n: _Rows.of(x, cosine) for n, x in inputs.items() if x is not None}
+        self.grads: dict[str, Tensor] = {}
 
     def block(self, rows: slice) -> Tensor:
         """Return all scores."""
-        parts = [self._products(name) for name in self.inputs if name != "query"]
+        parts = [self._products(name) for name in self.rows if name != "query"]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _products(self, name: str) -> Tensor:
+        query, rows = self.rows["query"], self.rows[name]
+        scores = product(query.matrix, rows.matrix).div_(self.temperature)
+        # Products skip the zeros of CSR rows, which are NaN times NaN.
+        scores.masked_fill_(query.is_nan[:, None] | rows.is_nan, torch.nan)
+        return scores.diagonal()[:, None] if self.own_key and name == "key" else scores
 
     def scaled_(self, gradient: Tensor, rows: slice) -> Tensor:
         """Return it: the rows are of norm 1."""
@@ -97,50 +78,61 @@ class NonzeroScores:
         """Store the gradients of the inputs."""
         of_keys, of_negatives = gradient.tensor_split([self.num_keys], dim=1)
         of_keys = torch.diag(of_keys[:, 0]) if self.own_key else of_keys
-        grad_scores = {"key": of_keys, "negative": of_negatives}
+        terms = {"key": of_keys, "negative": of_negatives}
+        query = self.rows["query"]
         if not self.needs.isdisjoint(("query", "temperature")):
-            terms = [(g, name) for name, g in grad_scores.items() if name in self.inputs]
-            along = self._gradient("query", terms)
-            self.grads["temperature"] = -along
-        for name, g in grad_scores.items():
-            if name in self.needs:
-                self._gradient(name, [(g.T, "query")])
-
-    def _gradient(self, name: str, terms: list[tuple[Tensor, str]]) -> Tensor:
-        """Store the gradient of one input, ``sum_k g_k @ x_k``; return minus the temperature's."""
-        tensor = self.inputs[name]
-        entries, length = self.rows[name]
-        dense = torch.empty_like(tensor) if tensor.layout == torch.strided else None
-        at_entries = torch.empty_like(entries.value)
-        products = [(g, self.rows[other][0]) for g, other in terms]
-        for start, stop, tile, here in products_by_columns(products, entries):
-            read_tile(at_entries, entries, tile, start, here)
-            if dense is not None:
-                tile = tile if length is None else tile.div_(length)
-                dense[:, start:stop] = tile.T.contiguous()
-        along = entries.value.new_zeros(entries.shape[0])
-        along.index_add_(0, entries.row, entries.value * at_entries)
-        if length is not None:  # remove the part parallel to the row
-            at_entries -= entries.value * along[entries.row]
-            at_entries /= length[entries.row]
-            if dense is not None:
-                dense.index_put_((entries.row, entries.column), at_entries)
-        if dense is None:
-            values = torch.empty_like(at_entries)
-            values[entries.original] = at_entries
-            dense = torch.sparse_csr_tensor(
-                tensor.crow_indices(),
-                tensor.col_indices(),
-                values,
-                tensor.shape,
-                check_invariants=False,
-            )
-        self.grads[name] = dense
-        return along.sum() / self.temperature
+            present = [(g, self.rows[name].matrix) for name, g in terms.items() if name in self.rows]
+            self.grads["query"], along = query.gradient(present)
+            self.grads["temperature"] = along / -self.temperature
+        for name in self.needs & self.rows.keys() - {"query"}:
+            self.grads[name], _ = self.rows[name].gradient([(terms[name].T, query.matrix)])
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the gradients of the inputs."""
-        return {name: g if name in self.needs else None for name, g in self.grads.items()}
+        return {name: g for name, g in self.grads.items() if name in self.needs}
+
+
+class _Rows(NamedTuple):
+    """Rows as they are multiplied, dense or CSR: without NaN, and of length 1 for the cosine."""
+
+    matrix: Tensor
+    inverse: Tensor | None  # inverse lengths of the input's rows [R, 1], 0 for a row of zeros
+    is_nan: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, cosine: bool) -> "_Rows":
+        if x.layout == torch.strided:
+            matrix, is_nan = finite_rows(x)
+            unit, inverse = unit_rows(matrix) if cosine else (matrix, None)
+            return cls(unit, inverse, is_nan)
+        entries, inverse = entries_of(x), None
+        row, (value, size) = entries.row, (entries.value, len(x))
+        is_nan = entries.sum_rows(size, value - value).isnan()  # infinity - infinity is NaN, too
+        value = value.masked_fill(is_nan[row], 0.0)
+        if cosine:  # the scale keeps squares from underflow and overflow
+            scale = value.new_zeros(size).scatter_reduce_(0, row, value.abs(), "amax")
+            is_zero = scale == 0
+            value = value / torch.where(is_zero, 1.0, scale)[row]
+            norm = entries.sum_rows(size, value.square()).sqrt()
+            value = value / torch.where(is_zero, 1.0, norm)[row]
+            inverse = (1 / scale / norm).clamp(max=torch.finfo(value.dtype).max)
+            inverse = torch.where(is_zero, 0.0, inverse)[:, None]
+        return cls(with_values(x, value), inverse, is_nan)
+
+    def gradient(self, terms: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return ``sum_k g_k @ b_k`` before normalisation, and its product with the rows."""
+        total = add_products(self.matrix, terms)
+        if self.matrix.layout == torch.strided:
+            along = (self.matrix * total).sum()
+            if self.inverse is not None:
+                total = through_unit_rows_(total, self.matrix, self.inverse)
+            return total, along
+        entries, values = entries_of(self.matrix), total.values()
+        along = entries.sum_rows(len(total), entries.value * values)
+        if self.inverse is not None:  # remove the part parallel to the row
+            values = values - entries.value * along[entries.row]
+            values = values * self.inverse[entries.row, 0]
+        return with_values(total, values), along.sum()
 
 
 NONZEROS = Implementation(
@@ -148,5 +140,5 @@ NONZEROS = Implementation(
     nonzeros_unsupported_reason,
     prefers_nonzeros,
     nonzeros_info_nce,
-    purpose="CSR tensors and, on a CPU, many rows of wide inputs with few non-zeros",
+    purpose="CSR tensors",
 )

@@ -80,10 +80,6 @@ class DenseScores:
         self.back_query, self.back = self.query, self.candidates
         if needs and query.dtype == torch.float16:
             self.back_query, self.back = self.query.single(), [x.single() for x in self.candidates]
-        dtype, is_one = self.back_query.values.dtype, [x.values.ndim for x in self.back] == [2]
-        is_operand = is_one and self.back_query.norm is None  # it is multiplied as it is
-        # Of the scores.
-        self.gradient_dtype = dtype if is_operand else torch.promote_types(dtype, torch.float32)
         self.grad_query: list[Tensor] = []  # one part per block
         self.grad_shared: Tensor | None = None
         self.grad_each: list[Tensor] = []
