@@ -37,6 +37,10 @@ class Call(NamedTuple):
         """The number of keys of a query: the positives of the batch, or its own."""
         return len(self.anchor) * self.ranks() if self.in_batch else 1
 
+    def first(self) -> int:
+        """The key that is the positive of this rank's first query."""
+        return rank() * len(self.anchor) if self.gather else 0
+
     def bounds(self) -> tuple[float | None, float | None]:
         """Margin and ratio of false negatives."""
         return self.false_negative_margin, self.false_negative_ratio
@@ -97,7 +101,7 @@ def false_negatives(
 
 def directions(call: Call) -> list[Direction]:
     """Return the directions of the loss: anchors to positives and, ``symmetric``, back."""
-    first = (rank() * len(call.anchor) if call.gather else 0) if call.in_batch else None
+    first = call.first() if call.in_batch else None
     ids = call.positive_ids if call.in_batch else None
     ids = None if ids is None else gather_rows(ids, call.gather)
     left_out = None if call.candidate_mask is None else ~call.candidate_mask

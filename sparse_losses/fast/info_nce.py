@@ -95,9 +95,7 @@ def value_and_gradients(
     gradients by the number of ranks W, so they are returned W times as large.
     """
     batch, both, ranks = len(call.anchor), directions(call), call.ranks()
-    blocks = [
-        slice(i, min(i + rows_per_block, batch)) for i in range(0, batch, rows_per_block)
-    ]
+    blocks = [slice(i, min(i + rows_per_block, batch)) for i in range(0, batch, rows_per_block)]
     mask = call.candidate_mask
     valid = None if mask is None else both[0].own(mask)
     num_rows: float | Tensor = batch * ranks

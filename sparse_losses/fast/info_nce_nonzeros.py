@@ -81,13 +81,15 @@ class NonzeroScores:
         terms = {"key": of_keys, "negative": of_negatives}
         query = self.rows["query"]
         if not self.needs.isdisjoint(("query", "temperature")):
-            present = [(g, self.rows[name].matrix) for name, g in terms.items() if name in self.rows]
+            present = [
+                (g, self.rows[name].matrix) for name, g in terms.items() if name in self.rows
+            ]
             self.grads["query"], along = query.gradient(present)
             self.grads["temperature"] = along / -self.temperature
         for name in self.needs & self.rows.keys() - {"query"}:
             self.grads[name], _ = self.rows[name].gradient([(terms[name].T, query.matrix)])
 
-    def gradients(self) -> dict[str, Tensor | None]:
+    def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the inputs."""
         return {name: g for name, g in self.grads.items() if name in self.needs}
 

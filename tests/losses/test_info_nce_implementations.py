@@ -69,7 +69,9 @@ def by_nonzeros(sides: tuple[str, ...], rows: int):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(sparse, "LARGEST", rows * V)
             value = info_nce_loss(**given, **options, impl="nonzeros")
-            return value, dict(zip(leaves, torch.autograd.grad(value, leaves.values()), strict=True))
+            return value, dict(
+                zip(leaves, torch.autograd.grad(value, leaves.values()), strict=True)
+            )
 
     return call
 
