@@ -35,6 +35,12 @@ def entries_of(x: Tensor) -> Entries:
     return Entries(value, row, x.col_indices())
 
 
+def with_values(x: Tensor, values: Tensor) -> Tensor:
+    """Return a CSR tensor with the pattern of ``x``."""
+    crow, column = x.crow_indices(), x.col_indices()
+    return torch.sparse_csr_tensor(crow, column, values, x.shape, check_invariants=False)
+
+
 def values_at(x: Tensor, columns: Tensor) -> Tensor:
     """Return the values of ``x [B, V]``, CSR, at ``columns [B, S]``, 0 where there is no entry."""
     value, row, column = entries_of(x)
@@ -79,5 +85,4 @@ def scatter_entries(gradient: Tensor, own: Tensor) -> Tensor:
     sizes = [end - start for start, end in itertools.pairwise([0, *ends])]
     padded = [nnf.pad(x, (0, max(sizes) - len(x))) for x in torch.split(gradient.values(), sizes)]
     value = scatter_sum(torch.cat(padded))[: len(own.values())]
-    crow, column = own.crow_indices(), own.col_indices()
-    return torch.sparse_csr_tensor(crow, column, value, own.shape, check_invariants=False)
+    return with_values(own, value)

@@ -5,18 +5,19 @@ positive it is minus the sum of the others, as ``softmax - 1`` would cancel. A b
 computed, overwritten by its gradient, multiplied back and freed: three matrix products in total.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparse_losses._core.candidates import Call, Direction, directions, false_negatives, number_of
+from sparse_losses._core.candidates import Call, Direction, directions, number_of
 from sparse_losses._core.entries import gather_entries, scatter_entries
 from sparse_losses._core.implementations import Arguments, Implementation, always
-from sparse_losses._core.softmax import one_positive_rows_and_gradient
+from sparse_losses._core.products import as_single
+from sparse_losses._core.softmax import false_negative_limit, one_positive_rows_and_gradient
 from sparse_losses.distributed import gather_rows, scatter_sum, sum_over_ranks
-from sparse_losses.fast.scores import DenseScores
+from sparse_losses.fast.scores import Scores
 
 Gradients = dict[str, Tensor]
 
@@ -24,13 +25,19 @@ Gradients = dict[str, Tensor]
 def direct_info_nce(needs: Set[str], **arguments: Any) -> tuple[Tensor, Gradients]:
     """Return value and gradients of InfoNCE; all scores are held at once."""
     call = Call(**arguments)
-    return value_and_gradients(needs, call, DenseScores, len(call.anchor))
+    return value_and_gradients(needs, call, len(call.anchor))
 
 
 def blockwise_info_nce(needs: Set[str], **arguments: Any) -> tuple[Tensor, Gradients]:
     """Return value and gradients of InfoNCE; the scores of some rows are held at a time."""
     call = Call(**arguments)
-    return value_and_gradients(needs, call, DenseScores, rows_of_a_block(call))
+    return value_and_gradients(needs, call, rows_of_a_block(call))
+
+
+def nonzeros_info_nce(needs: Set[str], **arguments: Any) -> tuple[Tensor, Gradients]:
+    """As ``direct_info_nce``, in fp32 at least; the gradient of a CSR tensor is at its entries."""
+    single = {n: as_single(x) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    return direct_info_nce(needs, **single)
 
 
 def most_scores(device: torch.device) -> int:
@@ -76,10 +83,22 @@ def own_gradient_unsupported_reason(arguments: Arguments) -> str | None:
 
 def dense_unsupported_reason(arguments: Arguments) -> str | None:
     """Return why dense products do not support the call, or ``None``."""
-    vectors = (arguments["anchor"], arguments["positive"], arguments["negative"])
-    if any(x is not None and x.layout != torch.strided for x in vectors):
-        return "dense tensors"
+    return "dense tensors" if has_csr(arguments) else own_gradient_unsupported_reason(arguments)
+
+
+def nonzeros_unsupported_reason(arguments: Arguments) -> str | None:
+    """Return why sparse products do not support the call, or ``None``."""
+    if arguments["negative"] is not None and arguments["negative"].ndim == 3:
+        return "no negatives per row"
+    if arguments["anchor"].device.type == "meta":
+        return "tensors with values"
     return own_gradient_unsupported_reason(arguments)
+
+
+def has_csr(arguments: Arguments) -> bool:
+    """Whether anchors, positives or negatives are CSR."""
+    vectors = (arguments["anchor"], arguments["positive"], arguments["negative"])
+    return any(x is not None and x.layout != torch.strided for x in vectors)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -87,9 +106,9 @@ def dense_unsupported_reason(arguments: Arguments) -> str | None:
 
 
 def value_and_gradients(
-    needs: Set[str], call: Call, make_scores: Callable[..., Any], rows_per_block: int
+    needs: Set[str], call: Call, rows_per_block: int
 ) -> tuple[Tensor, Gradients]:
-    """Return value and gradients, by the scores that ``make_scores`` makes.
+    """Return value and gradients, so many rows of scores at a time.
 
     With ``gather`` this rank's rows are the queries and all ranks' rows the keys. DDP divides
     gradients by the number of ranks W, so they are returned W times as large.
@@ -98,6 +117,7 @@ def value_and_gradients(
     blocks = [slice(i, min(i + rows_per_block, batch)) for i in range(0, batch, rows_per_block)]
     mask = call.candidate_mask
     valid = None if mask is None else both[0].own(mask)
+    hides_nan = valid is not None or both[0].ids is not None
     num_rows: float | Tensor = batch * ranks
     if valid is not None:
         count = valid.sum(dtype=torch.promote_types(call.anchor.dtype, torch.float32))
@@ -109,12 +129,12 @@ def value_and_gradients(
     is_shared = is_shared and ranks == 1 and len(blocks) == 1
     total, values = Gradients(), []
     for direction in both[:1] if is_shared else both:
-        scores = _scores(make_scores, call, direction, needs, valid is not None)
+        scores = _scores(direction, needs, hides_nan)
         for rows in blocks:
             block = scores.block(rows)
             backward: list[Tensor] = []
             for dim in (0, 1) if is_shared else (1,):
-                present = _candidates_of(call, direction, block, valid, rows, dim)
+                present = _candidates_of(direction, block, valid, rows, dim)
                 losses, gradient = one_positive_rows_and_gradient(
                     present, lambda x, d=direction, r=rows: d.own(x, r.start), dim
                 )
@@ -123,7 +143,7 @@ def value_and_gradients(
             if needs:
                 gradient = backward[0] if len(backward) == 1 else backward[0].add_(backward[1])
                 scores.backward(rows, scores.scaled_(gradient.mul_(slope), rows))
-        for name, gradient in _gradients(call, direction, scores).items():
+        for name, gradient in _gradients(direction, scores).items():
             total[name] = total[name] + gradient if name in total else gradient
     losses = values[0] if len(values) == 1 else torch.cat(values)
     if call.reduction == "mean" and valid is None and not call.gather:
@@ -133,24 +153,28 @@ def value_and_gradients(
 
 
 def _candidates_of(
-    call: Call, direction: Direction, block: Tensor, valid: Tensor | None, rows: slice, dim: int
+    direction: Direction, block: Tensor, valid: Tensor | None, rows: slice, dim: int
 ) -> Tensor:
     """Return the scores, the lowest number where there is no candidate; may overwrite them.
 
     In a row that is not valid only the positive is left, so its loss is 0.
     """
-    margin, ratio = call.bounds()  # here scores are divided by the temperature
-    bounds = None if margin is None else margin / call.temperature, ratio
-    if bounds == (None, None) and direction.ids is None and valid is None:
+    call, num_keys = direction.call, direction.call.num_keys()
+    if call.bounds() == (None, None) and direction.ids is None and valid is None:
         return block
     block = block if dim == 1 else block.clone()
-    lowest, keys = torch.finfo(block.dtype).min, block[:, : direction.num_keys]
+    lowest, keys = torch.finfo(block.dtype).min, block[:, :num_keys]
     own = direction.own(block, rows.start).clone()
-    above = false_negatives(keys, own, bounds, dim)
-    if (excluded := direction.excluded_keys(rows, above)) is not None:
+    if call.bounds() != (None, None):
+        margin, ratio = call.bounds()  # here scores are divided by the temperature
+        limit = false_negative_limit(
+            own, None if margin is None else margin / call.temperature, ratio
+        )
+        keys.masked_fill_(keys > limit.unsqueeze(dim), lowest)
+    if (excluded := direction.excluded_keys(rows)) is not None:
         keys.masked_fill_(excluded, lowest)
     if (left_out := direction.left_out_negatives(rows)) is not None:
-        block[:, direction.num_keys :].masked_fill_(left_out, lowest)
+        block[:, num_keys:].masked_fill_(left_out, lowest)
     if valid is not None:
         block.masked_fill_(~valid[rows].unsqueeze(dim), lowest)
         own = torch.where(valid[rows], own, 0.0)
@@ -158,30 +182,24 @@ def _candidates_of(
     return block
 
 
-def _scores(
-    make_scores: Callable[..., Any],
-    call: Call,
-    direction: Direction,
-    needs: Set[str],
-    hides_nan: bool,
-) -> Any:
+def _scores(direction: Direction, needs: Set[str], hides_nan: bool) -> Scores:
     """Return what makes the scores of a direction's queries with all keys, then the negatives."""
-    keys, negative = getattr(call, direction.key), call.negative
+    call, negative = direction.call, direction.call.negative
+    keys = getattr(call, direction.key)
     if call.ranks() > 1 and call.in_batch:
         keys = _gathered(keys)
     if call.ranks() > 1 and negative is not None and negative.ndim == 2:
         negative = _gathered(negative)
-    hidden = {"query", "key", "negative"} if hides_nan else {"key"}
     names = {direction.query: "query", direction.key: "key"}
-    return make_scores(
+    return Scores(
         {names.get(name, name) for name in needs},
         getattr(call, direction.query),
         keys,
         negative,
         temperature=call.temperature,
         cosine=call.similarity == "cosine",
+        hides_nan=hides_nan,
         own_key=not call.in_batch,
-        hides_nan=hidden if hides_nan or direction.ids is not None else set[str](),
     )
 
 
@@ -189,19 +207,23 @@ def _gathered(x: Tensor) -> Tensor:
     return gather_rows(x) if x.layout == torch.strided else gather_entries(x)
 
 
-def _gradients(call: Call, direction: Direction, scores: Any) -> Gradients:
+def _gradients(direction: Direction, scores: Scores) -> Gradients:
     """Return the gradients of the inputs; the rows of other ranks go there."""
     gradients = Gradients()
     for name, gradient in scores.gradients().items():
         argument = {"query": direction.query, "key": direction.key}.get(name, name)
-        if name in ("key", "negative") and len(gradient) > len(own := getattr(call, argument)):
+        own = getattr(direction.call, argument)
+        if name in ("key", "negative") and len(gradient) > len(own):
             is_sparse = gradient.layout == torch.sparse_csr
             gradient = scatter_entries(gradient, own) if is_sparse else scatter_sum(gradient)
         gradients[argument] = gradient
     return gradients
 
 
-DENSE = (  # in order of preference
+IMPLEMENTATIONS = (  # of InfoNCE and N-pair, in order of preference
+    Implementation(
+        "nonzeros", nonzeros_unsupported_reason, has_csr, nonzeros_info_nce, purpose="CSR tensors"
+    ),
     Implementation(
         "blocks",
         dense_unsupported_reason,

@@ -1,13 +1,20 @@
-"""Scores by matrix products, and their gradients; halves are multiplied as halves."""
+"""Scores by matrix products, and their gradients.
 
+Halves are multiplied as halves. CSR rows are multiplied all at once, and have a gradient at their
+entries alone.
+"""
+
+import math
 from collections.abc import Set
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparse_losses._core.products import HALVES, add_product_, product
+from sparse_losses._core import products
+from sparse_losses._core.products import HALVES
 from sparse_losses._core.similarity import finite_rows, half_rows, through_unit_rows_, unit_rows
+from sparse_losses.fast.sparse import add_product, product
 
 
 class _Rows(NamedTuple):
@@ -31,17 +38,17 @@ class _Rows(NamedTuple):
         return _Rows(self.values / self.norm, None, self.inverse / self.norm)
 
 
-class DenseScores:
+class Scores:
     """Scores of queries with keys, then negatives, over the temperature, and their gradients.
 
     Args:
         needs: which gradients to compute.
-        query: ``[B, D]``.
+        query: ``[B, D]``, dense or CSR, as are ``key`` and a shared ``negative``.
         key: ``[K, D]``.
         negative: ``[N, D]``, shared by all queries, or ``[B, N, D]``.
         temperature: divisor of the scores.
         cosine: whether to normalise the rows.
-        hides_nan: inputs whose rows that are not finite are kept out of the products; only their
+        hides_nan: whether rows that are not finite are kept out of the products, and only their
             scores are NaN. (The caller may overwrite those; 0 * NaN would reach a gradient.)
         own_key: whether a query has one key, that of its row.
     """
@@ -55,19 +62,24 @@ class DenseScores:
         *,
         temperature: float | Tensor,
         cosine: bool,
-        hides_nan: Set[str] = frozenset(),
+        hides_nan: bool = False,
         own_key: bool = False,
     ) -> None:
         self.needs, self.temperature, self.own_key = needs, temperature, own_key
-        inputs = {"query": query, "key": key[:, None] if own_key else key}
-        if negative is not None:
-            inputs["negative"] = negative
+        inputs = {"query": query, "key": key, "negative": negative}
+        inputs = {name: x for name, x in inputs.items() if x is not None}
+        self.is_sparse = any(x.layout != torch.strided for x in inputs.values())
+        if own_key and not self.is_sparse:
+            inputs["key"] = key[:, None]
         self.is_nan: dict[str, Tensor] = {}
-        for name in hides_nan & inputs.keys():
-            inputs[name], self.is_nan[name] = finite_rows(inputs[name])
+        # A product skips the zeros of CSR rows, which are NaN times NaN.
+        if hides_nan or self.is_sparse:
+            for name, x in inputs.items():
+                inputs[name], self.is_nan[name] = finite_rows(x)
         self.rows = dict(zip(inputs, _as_rows(cosine, *inputs.values()), strict=True))
         self.candidates = [name for name in inputs if name != "query"]
         self.sizes = [inputs[name].shape[-2] for name in self.candidates]
+        self.sizes[0] = 1 if own_key else self.sizes[0]
         self.back = self.rows
         if needs and query.dtype == torch.float16:
             self.back = {name: rows.single() for name, rows in self.rows.items()}
@@ -77,7 +89,7 @@ class DenseScores:
     def block(self, rows: slice) -> Tensor:
         """Return the scores of some queries ``[c, K + N]``; the caller may overwrite them."""
         query = self.rows["query"]
-        parts = [self._products(query.values[rows], name, rows) for name in self.candidates]
+        parts = [self._products(self._some(query, rows), name, rows) for name in self.candidates]
         scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if query.norm is not None:
             scores.div_(query.norm[rows] * self.temperature)
@@ -87,17 +99,25 @@ class DenseScores:
             scores.masked_fill_(self.is_nan["query"][rows, None], torch.nan)
         return scores
 
+    def _some(self, x: _Rows, rows: slice) -> Tensor:
+        return x.values if self.is_sparse else x.values[rows]
+
     def _products(self, query: Tensor, name: str, rows: slice) -> Tensor:
         (values, norm, _), is_nan = self.rows[name], self.is_nan.get(name)
         if values.ndim == 2:
-            scores = product(query, values.T)
+            scores = product(query, values)
             norm = None if norm is None else norm.T
         else:
-            scores = product(values[rows], query.unsqueeze(2)).squeeze(2)
+            scores = products.product(values[rows], query.unsqueeze(2)).squeeze(2)
             norm = None if norm is None else norm[rows].squeeze(2)
             is_nan = None if is_nan is None else is_nan[rows]
         scores = scores if norm is None else scores.div_(norm)
-        return scores if is_nan is None else scores.masked_fill_(is_nan, torch.nan)
+        scores = scores if is_nan is None else scores.masked_fill_(is_nan, torch.nan)
+        return scores.diagonal()[:, None] if self._is_square(name) else scores
+
+    def _is_square(self, name: str) -> bool:
+        """Whether of the products the diagonal counts: CSR rows cannot be multiplied in pairs."""
+        return self.is_sparse and self.own_key and name == "key"
 
     def scaled_(self, gradient: Tensor, rows: slice) -> Tensor:
         """Divide a gradient of scores by the queries' norms."""
@@ -106,28 +126,32 @@ class DenseScores:
 
     def backward(self, rows: slice, gradient: Tensor) -> None:
         """Add the gradient, scaled, of some scores before the temperature; may overwrite it."""
-        query, grad_query = self.back["query"].values[rows], None
+        query, grad_query = self._some(self.back["query"], rows), None
         needs_query = not self.needs.isdisjoint(("query", "temperature"))
         parts = gradient.split(self.sizes, dim=1) if len(self.sizes) > 1 else [gradient]
         for name, part in zip(self.candidates, parts, strict=True):
             values, norm, _ = self.back[name]
             if values.ndim == 2:
+                part = torch.diag(part[:, 0]) if self._is_square(name) else part
                 part = _as_operand(part, None if norm is None else norm.T, values.dtype)
                 if name in self.needs:
-                    self.totals[name] = add_product_(self.totals.get(name), part.T, query)
+                    self.totals[name] = add_product(values, self.totals.get(name), part.T, query)
                 if needs_query:
-                    grad_query = add_product_(grad_query, part, values)
+                    grad_query = add_product(query, grad_query, part, values)
                 continue
             part = part if norm is None else part / norm[rows].squeeze(2)
             if name in self.needs:
                 self.parts[name].append(part[:, :, None] * query[:, None])
             if needs_query:
-                of_query = product(part.to(values.dtype).unsqueeze(1), values[rows]).squeeze(1)
+                of_query = products.product(
+                    part.to(values.dtype).unsqueeze(1), values[rows]
+                ).squeeze(1)
                 grad_query = of_query if grad_query is None else grad_query.add_(of_query)
         if grad_query is None:
             return
         if "temperature" in self.needs:  # sum of gradient times score, without the scores
-            along = (grad_query * query).sum() / self.temperature
+            slopes = (x.values() if x.layout != torch.strided else x for x in (grad_query, query))
+            along = math.prod(slopes).sum() / self.temperature
             before = self.totals.get("temperature")
             self.totals["temperature"] = -along if before is None else before - along
         if "query" in self.needs:
@@ -141,7 +165,7 @@ class DenseScores:
                 found[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
         for name in found.keys() - {"temperature"}:
             found[name] = self.back[name].gradient(found[name])
-        if self.own_key and "key" in found:
+        if "key" in found and found["key"].ndim == 3:
             found["key"] = found["key"].squeeze(1)
         return found
 

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.entries import entries_of
+from sparse_losses._core import products
+from sparse_losses._core.entries import entries_of, with_values
 
 LARGEST = 1 << 26  # numbers in a dense block: 256 MB in fp32
 
@@ -56,26 +57,24 @@ def sum_bags(index: Tensor, table: Tensor, bounds: Tensor, weight: Tensor | None
     )
 
 
-def with_values(x: Tensor, values: Tensor) -> Tensor:
-    """Return a CSR tensor with the pattern of ``x``."""
-    crow, column = x.crow_indices(), x.col_indices()
-    return torch.sparse_csr_tensor(crow, column, values, x.shape, check_invariants=False)
-
-
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b.T`` as a dense matrix; each may be CSR."""
+    if a.layout == b.layout == torch.strided:
+        return products.product(a, b.T)
     parts = [a @ columns for _, columns in _transposed_blocks(b)]
     return torch.cat(parts, dim=1) if parts else a.new_zeros(len(a), 0)
 
 
-def add_products(x: Tensor, terms: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return ``sum_k g_k @ b_k`` of ``terms``: all of it, or at the entries of a CSR ``x``."""
+def add_product(x: Tensor, total: Tensor | None, g: Tensor, b: Tensor) -> Tensor:
+    """Return ``total + g @ b``, of a CSR ``x`` at its entries; may overwrite the total."""
     is_dense = x.layout == torch.strided
-    total = torch.zeros_like(x) if is_dense else with_values(x, torch.zeros_like(x.values()))
-    for g, b in terms:
-        for rows, columns in _transposed_blocks(b):
-            add = torch.addmm if is_dense else torch.sparse.sampled_addmm
-            total = add(total, g[:, rows].contiguous(), columns.T)
+    if is_dense and b.layout == torch.strided:
+        return products.add_product_(total, g, b)
+    if total is None:
+        total = torch.zeros_like(x) if is_dense else with_values(x, torch.zeros_like(x.values()))
+    for rows, columns in _transposed_blocks(b):
+        add = torch.addmm if is_dense else torch.sparse.sampled_addmm
+        total = add(total, g[:, rows].contiguous(), columns.T)
     return total
 
 

@@ -20,8 +20,7 @@ from sparse_losses._core.softmax import (
     one_positive_rows,
 )
 from sparse_losses.distributed import gather_rows
-from sparse_losses.fast.info_nce import DENSE
-from sparse_losses.fast.info_nce_nonzeros import NONZEROS
+from sparse_losses.fast.info_nce import IMPLEMENTATIONS
 
 Similarity = Literal["cosine", "dot"]
 NegativesFrom = tuple[Literal["document", "query", "positive"], ...]
@@ -107,8 +106,7 @@ def info_nce_loss(
             ``candidate_mask`` has ``W B`` positives and, of shared negatives, ``W N``.
         impl: how the value is computed; value and gradient are the same. ``"auto"`` selects the
             first of these that supports the call and is expected to be faster: ``"nonzeros"``
-            multiplies only the non-zeros (selected for CSR tensors, and on the CPU if a sample of
-            wide inputs has few: below 12% for 512 rows or more, half of that on several threads);
+            computes the gradient of CSR tensors at their entries alone (selected for these);
             ``"blocks"`` holds some rows of the scores at a time (selected for more than 2^21 scores
             on a CPU, 2^26 elsewhere); ``"direct"`` holds all scores at once. ``"definition"``, the
             formula operation by operation, is used otherwise, under ``torch.compile`` and under
@@ -223,11 +221,12 @@ def _positives_and_excluded(direction: Direction, own: Tensor) -> tuple[Tensor, 
     """Masks ``[B, K]`` of the positives and, these included, of what is no negative."""
     is_positive = own if direction.positives is None else direction.positives
     excluded = direction.excluded_keys(slice(0, len(own)))
-    left_out = direction.left_out_keys(slice(None))
-    return (
-        is_positive if left_out is None else is_positive & ~left_out,
-        is_positive if excluded is None else is_positive | excluded,
-    )
+    if excluded is None:
+        return is_positive, is_positive
+    left_out = direction.left_out
+    if left_out is None:
+        return is_positive, is_positive | excluded
+    return is_positive & ~left_out[:, : own.shape[1]], is_positive | excluded
 
 
 Vectors = tuple[Tensor, Tensor | None]  # and which of them stand for vectors that are not finite
@@ -288,27 +287,22 @@ def _check(call: Call) -> None:
             )
         if number_of(call.negative) == 0:
             raise ValueError("expected `negative` with in_batch=False, got no other candidates")
-    ranks, num_keys = call.ranks(), call.num_keys()
-    factor = f"{ranks} " if ranks > 1 else ""
-    keys = f"{factor}B" if call.in_batch else "1"
-    num_negatives, negatives = number_of(call.negative), "N"
-    if call.negative is not None and call.negative.ndim == 2:
-        num_negatives, negatives = ranks * num_negatives, f"{factor}N"
-    both = f"{keys} + {negatives}" if num_negatives else keys
+    is_shared = call.negative is not None and call.negative.ndim == 2
+    num_negatives = number_of(call.negative) * (call.ranks() if is_shared else 1)
     for name, columns, width in (
-        ("positive_mask", keys, num_keys),
-        ("candidate_mask", both, num_keys + num_negatives),
+        ("positive_mask", "a column for each positive", call.num_keys()),
+        (
+            "candidate_mask",
+            f"columns for {call.num_keys()} positives and {num_negatives} negatives",
+            call.num_keys() + num_negatives,
+        ),
     ):
         mask = getattr(call, name)
         if mask is not None and mask.shape[1] != width:
-            where = f" with gather=True on {ranks} ranks" if ranks > 1 else ""
             raise ValueError(
-                f"expected `{name}` of shape [B, {columns}] = [{len(call.anchor)}, {width}]"
-                f"{where}, got {list(mask.shape)}"
+                f"expected `{name}` of shape {[len(call.anchor), width]}, {columns}, "
+                f"got {list(mask.shape)}"
             )
-
-
-IMPLEMENTATIONS = (NONZEROS, *DENSE)  # in order of preference
 
 
 class InfoNCELoss(LossModule):

@@ -105,9 +105,9 @@ def test_a_row_misses_some_of_its_own_negatives(impl, decoupled):
 @pytest.mark.parametrize(
     ("negative", "options", "shape"),
     [
-        (None, {}, r"\[B, B\] = \[3, 3\]"),
-        ((2, 4), {}, r"\[B, B \+ N\] = \[3, 5\]"),
-        ((3, 2, 4), {"in_batch": False}, r"\[B, 1 \+ N\] = \[3, 3\]"),
+        (None, {}, r"\[3, 3\], columns for 3 positives and 0 negatives"),
+        ((2, 4), {}, r"\[3, 5\], columns for 3 positives and 2 negatives"),
+        ((3, 2, 4), {"in_batch": False}, r"\[3, 3\], columns for 1 positives and 2 negatives"),
     ],
 )
 def test_a_mask_has_a_column_a_candidate(negative, options, shape):
