@@ -24,8 +24,7 @@ Gradients = dict[str, Tensor]
 
 def direct_info_nce(needs: Set[str], **arguments: Any) -> tuple[Tensor, Gradients]:
     """Return value and gradients of InfoNCE; all scores are held at once."""
-    call = Call(**arguments)
-    return value_and_gradients(needs, call, len(call.anchor))
+    return value_and_gradients(needs, Call(**arguments), len(arguments["anchor"]))
 
 
 def blockwise_info_nce(needs: Set[str], **arguments: Any) -> tuple[Tensor, Gradients]:

@@ -7,8 +7,9 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.candidates import Call, Direction, directions, number_of
-from sparse_losses._core.implementations import compute
+from sparse_losses._core.implementations import choose
 from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.own_gradient import with_own_gradient
 from sparse_losses._core.products import as_dense
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import finite_rows, normalize
@@ -19,7 +20,7 @@ from sparse_losses._core.softmax import (
     largest_positive,
     one_positive_rows,
 )
-from sparse_losses.distributed import gather_rows
+from sparse_losses.distributed import average_grad_over_ranks, gather_rows
 from sparse_losses.fast.info_nce import IMPLEMENTATIONS
 
 Similarity = Literal["cosine", "dot"]
@@ -138,31 +139,38 @@ def info_nce_loss(
         models with effective hard-negative mining (``false_negative_ratio``). Towards General Text
         Embeddings with Multi-stage Contrastive Learning, eq. 4 (``negatives_from``).
     """
-    call = Call(
-        anchor=anchor,
-        positive=positive,
-        negative=negative,
-        temperature=temperature,
-        similarity=similarity,
-        symmetric=symmetric,
-        in_batch=in_batch,
-        negatives_from=negatives_from,
-        positive_ids=positive_ids,
-        positive_mask=positive_mask,
-        candidate_mask=candidate_mask,
-        false_negative_margin=false_negative_margin,
-        false_negative_ratio=false_negative_ratio,
-        decoupled=decoupled,
-        gather=gather,
-        reduction=reduction,
-    )
-    _check(call)
-    return compute(_definition, IMPLEMENTATIONS, impl, call._asdict())
+    arguments: dict[str, Any] = {
+        "anchor": anchor,
+        "positive": positive,
+        "negative": negative,
+        "temperature": temperature,
+        "similarity": similarity,
+        "symmetric": symmetric,
+        "in_batch": in_batch,
+        "negatives_from": negatives_from,
+        "positive_ids": positive_ids,
+        "positive_mask": positive_mask,
+        "candidate_mask": candidate_mask,
+        "false_negative_margin": false_negative_margin,
+        "false_negative_ratio": false_negative_ratio,
+        "decoupled": decoupled,
+        "gather": gather,
+        "reduction": reduction,
+    }
+    _check(Call(**arguments))
+    implementation = choose(IMPLEMENTATIONS, impl, arguments)
+    if implementation is None:
+        return _definition(**arguments)
+    value = with_own_gradient(_definition, implementation.compute, arguments)
+    return average_grad_over_ranks(value) if gather else value
 
 
 def _definition(**arguments: Any) -> Tensor:
-    """The formula, operation by operation; with ``gather`` the keys are the rows of all ranks."""
-    call = Call(**arguments)
+    return _operation_by_operation(Call(**arguments))
+
+
+def _operation_by_operation(call: Call) -> Tensor:
+    """The formula; with ``gather`` the keys are the rows of all ranks."""
     own, (rows, keys) = _own_keys(call), _vectors(call)
     sources = {"query": "anchor", "positive": "positive"}
     more = [_products(rows[x], keys[x]) for s, x in sources.items() if s in call.negatives_from]
