@@ -51,12 +51,6 @@ def test_auto_takes_the_first_that_is_supported_and_preferred():
     assert always({})
 
 
-def test_a_named_implementation_is_taken_even_if_not_preferred():
-    (other, a), (slow, b) = implementation("other"), implementation("slow", is_preferred=False)
-    call((other, slow), "slow")
-    assert (a, b) == ([], ["slow"])
-
-
 def test_a_named_implementation_that_does_not_support_the_call_is_refused():
     unsupported, calls = implementation("unsupported", reason="a miracle")
     expected = 'expected a miracle with impl="unsupported"; impl="auto" selects'
@@ -134,11 +128,6 @@ def test_explain_names_the_implementation_and_what_speaks_against_those_before_i
     assert explain(F.flops_loss, dense) == 'flops_loss takes "definition", which it has alone'
     with pytest.raises(ValueError, match='expected reduction="mean" or "sum" with impl="direct"'):
         explain(F.info_nce_loss, dense, dense, reduction="none", impl="direct")
-    said = []
-    torch.func.grad(lambda x: (said.append(explain(F.nws_loss, x, x, x, None)), x.sum())[1])(
-        torch.eye(3)
-    )
-    assert said[0].splitlines()[1].endswith("torch.func and exporters need the definition")
     assert explain(F.n_pair_loss, dense, dense).startswith('n_pair_loss takes "direct"')
 
 
