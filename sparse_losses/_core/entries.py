@@ -63,8 +63,10 @@ def largest_of_rows(x: Tensor, k: int) -> Tensor:
     return flat[:-1].view(len(x), k)
 
 
-def gather_entries(x: Tensor) -> Tensor:
-    """Return the rows of all ranks of a CSR matrix; entries are sent, as many as the most."""
+def gather_matrix(x: Tensor, gather: bool) -> Tensor:
+    """Return the rows of all ranks; of a CSR matrix entries are sent, as many as the most."""
+    if x.layout == torch.strided or not gather or num_ranks() == 1:
+        return gather_rows(x, gather)
     counts = gather_rows(x.crow_indices().diff())
     sizes = counts.view(num_ranks(), -1).sum(1).tolist()
 
@@ -79,8 +81,10 @@ def gather_entries(x: Tensor) -> Tensor:
     return torch.sparse_csr_tensor(crow, column, value, shape, check_invariants=False)
 
 
-def scatter_entries(gradient: Tensor, own: Tensor) -> Tensor:
-    """Return this rank's rows of the sum over ranks of a CSR gradient in ``gather_entries``."""
+def scatter_matrix(gradient: Tensor, own: Tensor) -> Tensor:
+    """Return this rank's rows of the sum over ranks of a gradient of ``gather_matrix``."""
+    if gradient.layout == torch.strided:
+        return scatter_sum(gradient)
     ends = gradient.crow_indices()[len(own) :: len(own)].tolist()
     sizes = [end - start for start, end in itertools.pairwise([0, *ends])]
     padded = [nnf.pad(x, (0, max(sizes) - len(x))) for x in torch.split(gradient.values(), sizes)]

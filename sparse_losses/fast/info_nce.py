@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.candidates import Call, Direction, directions, number_of
-from sparse_losses._core.entries import gather_entries, scatter_entries
+from sparse_losses._core.entries import gather_matrix, scatter_matrix
 from sparse_losses._core.implementations import Arguments, Implementation, always
 from sparse_losses._core.products import as_single
 from sparse_losses._core.softmax import false_negative_limit, one_positive_rows_and_gradient
-from sparse_losses.distributed import gather_rows, scatter_sum, sum_over_ranks
+from sparse_losses.distributed import sum_over_ranks
 from sparse_losses.fast.scores import Scores
 
 Gradients = dict[str, Tensor]
@@ -165,10 +165,10 @@ def _candidates_of(
     lowest, keys = torch.finfo(block.dtype).min, block[:, :num_keys]
     own = direction.own(block, rows.start).clone()
     if call.bounds() != (None, None):
-        margin, ratio = call.bounds()  # here scores are divided by the temperature
-        limit = false_negative_limit(
-            own, None if margin is None else margin / call.temperature, ratio
-        )
+        margin, ratio = call.bounds()
+        if margin is not None:
+            margin = margin / call.temperature  # as the scores are
+        limit = false_negative_limit(own, margin, ratio)
         keys.masked_fill_(keys > limit.unsqueeze(dim), lowest)
     if (excluded := direction.excluded_keys(rows)) is not None:
         keys.masked_fill_(excluded, lowest)
@@ -184,26 +184,19 @@ def _candidates_of(
 def _scores(direction: Direction, needs: Set[str], hides_nan: bool) -> Scores:
     """Return what makes the scores of a direction's queries with all keys, then the negatives."""
     call, negative = direction.call, direction.call.negative
-    keys = getattr(call, direction.key)
-    if call.ranks() > 1 and call.in_batch:
-        keys = _gathered(keys)
-    if call.ranks() > 1 and negative is not None and negative.ndim == 2:
-        negative = _gathered(negative)
+    if negative is not None:
+        negative = gather_matrix(negative, call.gather and negative.ndim == 2)
     names = {direction.query: "query", direction.key: "key"}
     return Scores(
         {names.get(name, name) for name in needs},
         getattr(call, direction.query),
-        keys,
+        gather_matrix(getattr(call, direction.key), call.gather and call.in_batch),
         negative,
         temperature=call.temperature,
         cosine=call.similarity == "cosine",
         hides_nan=hides_nan,
         own_key=not call.in_batch,
     )
-
-
-def _gathered(x: Tensor) -> Tensor:
-    return gather_rows(x) if x.layout == torch.strided else gather_entries(x)
 
 
 def _gradients(direction: Direction, scores: Scores) -> Gradients:
@@ -213,8 +206,7 @@ def _gradients(direction: Direction, scores: Scores) -> Gradients:
         argument = {"query": direction.query, "key": direction.key}.get(name, name)
         own = getattr(direction.call, argument)
         if name in ("key", "negative") and len(gradient) > len(own):
-            is_sparse = gradient.layout == torch.sparse_csr
-            gradient = scatter_entries(gradient, own) if is_sparse else scatter_sum(gradient)
+            gradient = scatter_matrix(gradient, own)
         gradients[argument] = gradient
     return gradients
 

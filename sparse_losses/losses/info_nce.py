@@ -68,14 +68,13 @@ def info_nce_loss(
     $\ell_i \ge 0$; it is computed without cancellation near 0, as
     $\mathrm{softplus}(\log\sum_{c \ne i} e^{s_{ic}/t} - s_{ii}/t)$.
 
-    With ``positive_mask`` a row has several positives $P_i$, and $\ell_i$ is the mean over them of
-    $-\log(e^{s_{ip}/t} / \sum_{c \in C_i} e^{s_{ic}/t})$: every denominator contains all
-    candidates, including the other positives. With ``decoupled`` the denominator contains only the
-    negatives; on raw dot products that loss is unbounded below.
+    With ``positive_mask`` a row has several positives, and $\ell_i$ is the mean over them of the
+    same term: every denominator contains all candidates, including the other positives. With
+    ``decoupled`` it contains only the negatives; on raw dot products that loss is unbounded below.
 
     Args:
         anchor: ``[B, D]`` floating; the queries. Anchors, positives and shared negatives may be
-            CSR tensors; the gradient of a CSR tensor has its sparsity pattern.
+            CSR tensors, whose gradient has their sparsity pattern.
         positive: ``[B, D]``; row ``i`` is the positive of anchor ``i``.
         negative: ``[N, D]``, shared by all rows, or ``[B, N, D]``, ``N`` for each row.
         temperature: ``t``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
@@ -105,13 +104,11 @@ def info_nce_loss(
             whole batch (see ``sparse_losses.distributed``). ``"none"`` returns this rank's rows.
             Sizes must be the same on all ``W`` ranks. ``positive_mask`` is then ``[B, W B]``;
             ``candidate_mask`` has ``W B`` positives and, of shared negatives, ``W N``.
-        impl: how the value is computed; value and gradient are the same. ``"auto"`` selects the
-            first of these that supports the call and is expected to be faster: ``"nonzeros"``
-            computes the gradient of CSR tensors at their entries alone (selected for these);
-            ``"blocks"`` holds some rows of the scores at a time (selected for more than 2^21 scores
-            on a CPU, 2^26 elsewhere); ``"direct"`` holds all scores at once. ``"definition"``, the
-            formula operation by operation, is used otherwise, under ``torch.compile`` and under
-            ``torch.func``.
+        impl: how the same value and gradient are computed. ``"auto"`` selects the first of these
+            that supports the call: ``"nonzeros"`` (for CSR tensors), ``"blocks"`` (some rows of the
+            scores at a time, for more than 2^21 on a CPU, 2^26 elsewhere), ``"direct"`` (all scores
+            at once) and, as under ``torch.compile`` and ``torch.func``, ``"definition"``, the
+            formula operation by operation.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -409,8 +406,7 @@ def info_nce_from_scores(
 
     $s_{ic}$ is the score of candidate $c$ for row $i$, from late interaction, a cross-encoder, or
     products of vectors computed elsewhere, $t$ the temperature. $C_i$ are the row's candidates,
-    $P_i \subseteq C_i$ its positives. ``info_nce_loss`` applies the same formula to its
-    similarities.
+    $P_i \subseteq C_i$ its positives.
 
     Args:
         scores: ``[B, C]`` floating.
