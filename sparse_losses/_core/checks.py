@@ -137,8 +137,9 @@ def check_number(
     bound = f" {'>' if exclusive else '>='} {minimum:g}" if minimum > -math.inf else ""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"expected `{name}` to be a number{bound}, got {type(value).__name__}")
-    is_finite = abs(value) <= sys.float_info.max  # also of an integer that no float can hold
-    if not is_finite or value < minimum or (exclusive and value == minimum):
+    number: Any = value
+    is_finite = abs(number) <= sys.float_info.max  # also of an integer that no float can hold
+    if not is_finite or number < minimum or (exclusive and number == minimum):
         raise ValueError(f"expected `{name}` to be a finite number{bound}, got {value!r}")
 
 

@@ -5,6 +5,7 @@ positive it is minus the sum of the others, as ``softmax - 1`` would cancel. A b
 computed, overwritten by its gradient, multiplied back and freed: three matrix products in total.
 """
 
+import functools
 from collections.abc import Set
 from typing import Any
 
@@ -134,9 +135,8 @@ def value_and_gradients(
             backward: list[Tensor] = []
             for dim in (0, 1) if is_shared else (1,):
                 present = _candidates_of(direction, block, valid, rows, dim)
-                losses, gradient = one_positive_rows_and_gradient(
-                    present, lambda x, d=direction, r=rows: d.own(x, r.start), dim
-                )
+                own_of = functools.partial(direction.own, start=rows.start)
+                losses, gradient = one_positive_rows_and_gradient(present, own_of, dim)
                 values.append(losses)
                 backward.append(gradient)
             if needs:

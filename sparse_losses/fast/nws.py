@@ -50,7 +50,7 @@ def direct_nws(
     eps: float,
     gather: bool,
     reduction: str,
-) -> tuple[Tensor, dict[str, Tensor | None]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the value of NWS and the gradients of query, prototype and temperature."""
     dtype = torch.float32 if query.dtype in HALVES else query.dtype
     y = query_labels.to(dtype)

@@ -4,7 +4,6 @@ Halves are multiplied as halves. CSR rows are multiplied all at once, and have a
 entries alone.
 """
 
-import math
 from collections.abc import Set
 from typing import NamedTuple
 
@@ -66,8 +65,9 @@ class Scores:
         own_key: bool = False,
     ) -> None:
         self.needs, self.temperature, self.own_key = needs, temperature, own_key
-        inputs = {"query": query, "key": key, "negative": negative}
-        inputs = {name: x for name, x in inputs.items() if x is not None}
+        inputs = {"query": query, "key": key}
+        if negative is not None:
+            inputs["negative"] = negative
         self.is_sparse = any(x.layout != torch.strided for x in inputs.values())
         if own_key and not self.is_sparse:
             inputs["key"] = key[:, None]
@@ -128,7 +128,7 @@ class Scores:
         """Add the gradient, scaled, of some scores before the temperature; may overwrite it."""
         query, grad_query = self._some(self.back["query"], rows), None
         needs_query = not self.needs.isdisjoint(("query", "temperature"))
-        parts = gradient.split(self.sizes, dim=1) if len(self.sizes) > 1 else [gradient]
+        parts = torch.split(gradient, self.sizes, dim=1) if len(self.sizes) > 1 else [gradient]
         for name, part in zip(self.candidates, parts, strict=True):
             values, norm, _ = self.back[name]
             if values.ndim == 2:
@@ -150,8 +150,9 @@ class Scores:
         if grad_query is None:
             return
         if "temperature" in self.needs:  # sum of gradient times score, without the scores
-            slopes = (x.values() if x.layout != torch.strided else x for x in (grad_query, query))
-            along = math.prod(slopes).sum() / self.temperature
+            is_csr = query.layout != torch.strided
+            products_at = grad_query.values() * query.values() if is_csr else grad_query * query
+            along = products_at.sum() / self.temperature
             before = self.totals.get("temperature")
             self.totals["temperature"] = -along if before is None else before - along
         if "query" in self.needs:

@@ -294,19 +294,12 @@ def _check(call: Call) -> None:
             raise ValueError("expected `negative` with in_batch=False, got no other candidates")
     is_shared = call.negative is not None and call.negative.ndim == 2
     num_negatives = number_of(call.negative) * (call.ranks() if is_shared else 1)
-    for name, columns, width in (
-        ("positive_mask", "a column for each positive", call.num_keys()),
-        (
-            "candidate_mask",
-            f"columns for {call.num_keys()} positives and {num_negatives} negatives",
-            call.num_keys() + num_negatives,
-        ),
-    ):
-        mask = getattr(call, name)
-        if mask is not None and mask.shape[1] != width:
+    for name, more in (("positive_mask", 0), ("candidate_mask", num_negatives)):
+        mask, num_keys = getattr(call, name), call.num_keys()
+        if mask is not None and mask.shape[1] != num_keys + more:
             raise ValueError(
-                f"expected `{name}` of shape {[len(call.anchor), width]}, {columns}, "
-                f"got {list(mask.shape)}"
+                f"expected `{name}` of shape {[len(call.anchor), num_keys + more]}, columns for "
+                f"{num_keys} positives and {more} negatives, got {list(mask.shape)}"
             )
 
 
