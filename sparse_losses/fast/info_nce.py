@@ -166,9 +166,8 @@ def _candidates_of(
     own = direction.own(block, rows.start).clone()
     if call.bounds() != (None, None):
         margin, ratio = call.bounds()
-        if margin is not None:
-            margin = margin / call.temperature  # as the scores are
-        limit = false_negative_limit(own, margin, ratio)
+        scaled = None if margin is None else margin / call.temperature  # as the scores are
+        limit = false_negative_limit(own, scaled, ratio)
         keys.masked_fill_(keys > limit.unsqueeze(dim), lowest)
     if (excluded := direction.excluded_keys(rows)) is not None:
         keys.masked_fill_(excluded, lowest)
