@@ -101,14 +101,9 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         hints = typing.get_type_hints(function)
         parameters = inspect.signature(function).parameters
         names = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        choices = {
-            n: typing.get_args(h) for n, h in hints.items() if typing.get_origin(h) is Literal
-        }
-        several = {
-            n: typing.get_args(typing.get_args(h)[0])
-            for n, h in hints.items()
-            if typing.get_origin(h) is tuple
-        }
+        kinds = {n: (typing.get_origin(h), typing.get_args(h)) for n, h in hints.items()}
+        choices = {n: args for n, (origin, args) in kinds.items() if origin is Literal}
+        several = {n: typing.get_args(args[0]) for n, (o, args) in kinds.items() if o is tuple}
         flags = tuple(n for n, h in hints.items() if h is bool and n not in ("gather", "return"))
         defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
         declaration = _Declaration(tensors, numbers, flags, choices, several, defaults)
@@ -130,11 +125,9 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 data = arguments[first]
                 for name in learnable:
                     if isinstance(number := arguments.get(name), Tensor):
-                        if number.device not in (data.device, torch.device("cpu")):
-                            raise ValueError(
-                                f"expected `{name}` on {data.device}, where `{first}` is, or on "
-                                f"the CPU, got {number.device}"
-                            )
+                        if not number.is_cpu and number.device != data.device:
+                            where = f"{data.device}, where `{first}` is, or on the CPU"
+                            raise ValueError(f"expected `{name}` on {where}, got {number.device}")
                         arguments[name] = number.to(dtype)
             except (TypeError, ValueError) as error:
                 gather = arguments.get("gather")
