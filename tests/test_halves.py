@@ -109,11 +109,9 @@ def assert_rounded_once(actual, expected, dtype):
 @pytest.mark.parametrize("impl", ["direct", "blocks"])
 def test_info_nce_is_rounded_once(dtype, similarity, negatives, impl):
     tensors = pairs(dtype, negatives)
-    for symmetric, decoupled, ids in itertools.product([False, True], repeat=3):
-        if decoupled and ids and negatives == "none":
-            continue  # a row may be left without a negative, which the definition takes
+    for symmetric, ids in itertools.product([False, True], repeat=2):
         options = {"temperature": 0.05 if similarity == "cosine" else 2.0, "impl": impl}
-        options |= {"similarity": similarity, "symmetric": symmetric, "decoupled": decoupled}
+        options |= {"similarity": similarity, "symmetric": symmetric}
         if ids:
             options["positive_ids"] = torch.tensor([0, 1, 2, 3, 4, 0, 1])
         actual, multiplied = value_and_gradients(info_nce_loss, tensors, **options)

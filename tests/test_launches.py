@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MORE = {
     "distillation": 1.75,  # leave out a teacher's -inf; digits where both sides nearly agree
     "margin_mse": 2.7,  # leave out a teacher's -inf; cast halves
-    "n_pair": 2.6,  # digits of easy rows; half precision is scaled back
+    "masked_logit_mse": 1.5,  # rows without an active dimension; a NaN is not silent
     "positive_activation": 2.7,  # sort a text's tokens, where the formula holds a mask [B, V]
     "ranknet": 1.65,  # leave out a teacher's -inf, and rows without a pair
 }
@@ -198,8 +198,8 @@ def test_objective_launches_at_most_1_4_times_its_plain_formulas(preset, plain):
 
     inputs = meta(B, V), meta(B, V), meta(B, B).detach(), text(B), text(B), meta(V).detach()
     bound = 1.4 * training_launches(plain, *inputs).count
-    # InfoNCE of dot products makes 24 launches by itself, to cross-entropy's 11.
-    assert 0 < training_launches(total, *inputs).count <= max(bound, 26)
+    # InfoNCE of dot products makes 16 launches by itself, to cross-entropy's 11.
+    assert 0 < training_launches(total, *inputs).count <= max(bound, 18)
 
 
 class Step:

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparse_losses._core.softmax import false_negative_limit
 from sparse_losses.distributed import gather_rows, num_ranks, rank
 
 
@@ -37,16 +36,13 @@ class Call(NamedTuple):
         """The number of keys of a query: the positives of the batch, or its own."""
         return len(self.anchor) * self.ranks() if self.in_batch else 1
 
+    def first(self) -> int:
+        """The key that is the positive of this rank's first query."""
+        return rank() * len(self.anchor) if self.gather else 0
+
     def bounds(self) -> tuple[float | None, float | None]:
         """Margin and ratio of false negatives."""
         return self.false_negative_margin, self.false_negative_ratio
-
-    def may_lack_negatives(self) -> bool:
-        """Whether a row of a decoupled loss may be without a negative and thus not valid."""
-        if not self.decoupled or self.candidate_mask is not None:
-            return self.decoupled
-        is_full = self.positive_ids is None and self.bounds() == (None, None)
-        return not ((is_full and self.num_keys() > 1) or number_of(self.negative) > 0)
 
 
 def number_of(negative: Tensor | None) -> int:
@@ -57,70 +53,48 @@ def number_of(negative: Tensor | None) -> int:
 class Direction(NamedTuple):
     """Queries, their keys, and which of these and of the negatives are no negatives."""
 
+    call: Call
     query: str
     key: str
-    first: int | None  # the key that is the positive of the first query; `None`: the only key
-    num_keys: int
     positives: Tensor | None  # several, [B, K]
     ids: Tensor | None  # of the keys [K]
     left_out: Tensor | None  # [B, K + N]
 
     def own(self, scores: Tensor, start: int = 0) -> Tensor:
         """Return a view of the scores of the own positives of some rows from ``start`` on."""
-        return scores[:, 0] if self.first is None else scores.diagonal(start + self.first)
+        return scores.diagonal(start + self.call.first()) if self.call.in_batch else scores[:, 0]
 
-    def excluded_keys(self, rows: slice, above: Tensor | None = None) -> Tensor | None:
-        """Mask ``[c, K]`` of what ids, ``candidate_mask`` and ``above`` exclude, or ``None``."""
-        excluded = None
-        for mask in (same_ids(self.ids, self.first, rows), self.left_out_keys(rows), above):
-            if mask is not None:
-                excluded = mask if excluded is None else excluded | mask
-        return excluded
-
-    def left_out_keys(self, rows: slice) -> Tensor | None:
-        """Mask ``[c, K]`` of the keys that ``candidate_mask`` leaves out."""
-        return None if self.left_out is None else self.left_out[rows, : self.num_keys]
+    def excluded_keys(self, rows: slice) -> Tensor | None:
+        """Mask ``[c, K]`` of what ids and ``candidate_mask`` exclude, or ``None``."""
+        left_out = None if self.left_out is None else self.left_out[rows, : self.call.num_keys()]
+        if self.ids is None:
+            return left_out
+        first = self.call.first()
+        same = self.ids[first + rows.start : first + rows.stop, None] == self.ids
+        return same if left_out is None else same | left_out
 
     def left_out_negatives(self, rows: slice) -> Tensor | None:
         """Mask ``[c, N]`` of the negatives that ``candidate_mask`` leaves out."""
-        return None if self.left_out is None else self.left_out[rows, self.num_keys :]
-
-
-def same_ids(ids: Tensor | None, first: int | None, rows: slice) -> Tensor | None:
-    """Mask ``[c, K]`` of the keys that have the id of the row's own positive."""
-    if ids is None or first is None:
-        return None
-    return ids[first + rows.start : first + rows.stop, None] == ids
-
-
-def false_negatives(
-    scores: Tensor, own: Tensor, bounds: tuple[float | Tensor | None, float | None], dim: int = 1
-) -> Tensor | None:
-    """Mask of the scores that are above a bound by those of the positives; ``None`` without one."""
-    if bounds == (None, None):
-        return None
-    return scores > false_negative_limit(own, *bounds).unsqueeze(dim)
+        return None if self.left_out is None else self.left_out[rows, self.call.num_keys() :]
 
 
 def directions(call: Call) -> list[Direction]:
     """Return the directions of the loss: anchors to positives and, ``symmetric``, back."""
-    first = (rank() * len(call.anchor) if call.gather else 0) if call.in_batch else None
     ids = call.positive_ids if call.in_batch else None
     ids = None if ids is None else gather_rows(ids, call.gather)
     left_out = None if call.candidate_mask is None else ~call.candidate_mask
-    num_keys, positives = call.num_keys(), call.positive_mask
-    found = [Direction("anchor", "positive", first, num_keys, positives, ids, left_out)]
+    positives = call.positive_mask
+    found = [Direction(call, "anchor", "positive", positives, ids, left_out)]
     if call.symmetric:
         if positives is not None:
-            positives = _reversed(positives, call.gather)
+            positives = _reversed(positives, call)
         if left_out is not None and call.in_batch:
-            pairs, rest = left_out.tensor_split([num_keys], dim=1)
-            left_out = torch.cat([_reversed(pairs, call.gather), rest], dim=1)
-        found += [Direction("positive", "anchor", first, num_keys, positives, ids, left_out)]
+            pairs, rest = left_out.tensor_split([call.num_keys()], dim=1)
+            left_out = torch.cat([_reversed(pairs, call), rest], dim=1)
+        found += [Direction(call, "positive", "anchor", positives, ids, left_out)]
     return found
 
 
-def _reversed(mask: Tensor, gather: bool) -> Tensor:
+def _reversed(mask: Tensor, call: Call) -> Tensor:
     """Return the mask of pairs ``[B, K]`` of the other direction: transposed."""
-    first = rank() * len(mask) if gather else 0
-    return gather_rows(mask, gather)[:, first : first + len(mask)].T
+    return gather_rows(mask, call.gather)[:, call.first() : call.first() + len(mask)].T

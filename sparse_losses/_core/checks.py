@@ -1,6 +1,7 @@
 """Argument checks; their errors say what was expected and what was passed."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -28,10 +29,8 @@ def declared(text: str) -> Declared:
 
 def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
     """Call ``check_tensors`` on tensors with their declarations: ``x=(x, "B V")``."""
-    return check_tensors(
-        {name: declared(text) for name, (_, text) in tensors.items()},
-        {name: tensor for name, (tensor, _) in tensors.items()},
-    )
+    declarations = {name: declared(text) for name, (_, text) in tensors.items()}
+    return check_tensors(declarations, {name: x for name, (x, _) in tensors.items()})
 
 
 def check_tensors(
@@ -56,8 +55,7 @@ def check_tensors(
         received = tensor.shape
         shape = shapes[0]
         for other in shapes[1:]:  # PyTorch 2.6 cannot compile `next` with a default
-            if len(shape) != len(received):
-                shape = other
+            shape = shape if len(shape) == len(received) else other
         if len(shape) != len(received):
             wanted = " or ".join("[" + ", ".join(s) + "]" for s in shapes)
             raise ValueError(f"expected `{name}` of shape {wanted}, got {list(received)}")
@@ -75,17 +73,15 @@ def check_tensors(
         if one is None:
             owner, one = name, tensor
         elif not (one.is_cpu and tensor.is_cpu) and tensor.device != one.device:  # slow
-            raise ValueError(
-                f"expected `{name}` on {one.device}, where `{owner}` is, got {tensor.device}"
-            )
+            where = f"{one.device}, where `{owner}` is"
+            raise ValueError(f"expected `{name}` on {where}, got {tensor.device}")
     return sizes
 
 
 def check_rows(name: str, tensor: object) -> None:
     """Raise unless ``tensor`` is dense, real and ``[..., V]``, with two dimensions or more."""
     rows = _checked_type(name, tensor)
-    if rows.layout != torch.strided or rows.is_complex() or rows.is_nested:
-        _check_layout(name, rows, frozenset())
+    _check_layout(name, rows, frozenset())
     if rows.ndim < 2:
         raise ValueError(f"expected `{name}` of shape [..., V], got {list(rows.shape)}")
 
@@ -109,7 +105,7 @@ def _check_layout(name: str, tensor: Tensor, remarks: frozenset[str]) -> None:
             f"expected `{name}` to be dense, got a nested tensor: pad it, with "
             "`torch.nested.to_padded_tensor`, and give a mask"
         )
-    if tensor.layout != torch.sparse_csr or "csr" not in remarks:
+    if tensor.layout not in (torch.strided, torch.sparse_csr if "csr" in remarks else None):
         either = "dense or torch.sparse_csr" if "csr" in remarks else "dense"
         raise TypeError(f"expected `{name}` to be {either}, got {tensor.layout}")
 
@@ -138,16 +134,12 @@ def check_number(
     # A hyperparameter may be symbolic here; a comparison would specialise the compiled graph.
     if torch.compiler.is_compiling():
         return
-    bound = ""
-    if minimum > -math.inf:
-        bound = f" {'>' if exclusive else '>='} {minimum:g}"
+    bound = f" {'>' if exclusive else '>='} {minimum:g}" if minimum > -math.inf else ""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"expected `{name}` to be a number{bound}, got {type(value).__name__}")
-    try:
-        number = float(value)
-    except OverflowError:  # an integer of more than 308 digits
-        number = math.inf
-    if not math.isfinite(number) or number < minimum or (exclusive and number == minimum):
+    number: Any = value
+    is_finite = abs(number) <= sys.float_info.max  # also of an integer that no float can hold
+    if not is_finite or number < minimum or (exclusive and number == minimum):
         raise ValueError(f"expected `{name}` to be a finite number{bound}, got {value!r}")
 
 
@@ -200,8 +192,7 @@ def check_csr(name: str, x: Tensor) -> None:
         return
     low, high = (bound.item() for bound in column.aminmax())
     if low < 0 or high >= x.shape[1]:
-        wrong = low if low < 0 else high
-        raise ValueError(f"expected columns of `{name}` in [0, {x.shape[1]}), got {wrong}")
+        raise ValueError(f"expected columns of `{name}` in [0, {x.shape[1]}), got {low} to {high}")
     rises = column.diff() > 0
     rises[starts[(starts > 0) & (starts < len(column))] - 1] = True  # a new row
     if not rises.all():
@@ -217,17 +208,24 @@ def check_entries(name: str, x: Tensor) -> None:
         check_weights(name, x.values())
 
 
-def check_learnable(name: str, value: object, *, positive: bool = True) -> None:
-    """Raise unless ``value`` is a finite number, > 0 if ``positive``, or a 0-d floating tensor."""
-    if not isinstance(value, Tensor):
-        check_number(name, value, minimum=0.0 if positive else -math.inf, exclusive=positive)
-    elif value.ndim != 0:
-        raise ValueError(
-            f"expected `{name}` to be a number or a 0-d tensor, got a tensor of shape "
-            f"{list(value.shape)}"
-        )
-    elif not value.is_floating_point():
-        raise TypeError(f"expected `{name}` to be floating point, got {value.dtype}")
+def check_bound(name: str, value: object, bound: str) -> None:
+    """Raise unless a number is within a bound as ``loss`` declares it."""
+    bound, _, learnable = bound.partition(", ")
+    if learnable and isinstance(value, Tensor):
+        if value.ndim != 0:
+            raise ValueError(
+                f"expected `{name}` to be a number or a 0-d tensor, got a tensor of shape "
+                f"{list(value.shape)}"
+            )
+        if not value.is_floating_point():
+            raise TypeError(f"expected `{name}` to be floating point, got {value.dtype}")
+    elif bound == "finite":
+        check_number(name, value)
+    elif bound.startswith("integer"):
+        check_integer(name, value, minimum=int(bound.removeprefix("integer >= ")))
+    else:
+        operator, minimum = bound.split()
+        check_number(name, value, minimum=float(minimum), exclusive=operator == ">")
 
 
 def values_can_be_checked(tensor: Tensor) -> bool:

@@ -35,6 +35,12 @@ def entries_of(x: Tensor) -> Entries:
     return Entries(value, row, x.col_indices())
 
 
+def with_values(x: Tensor, values: Tensor) -> Tensor:
+    """Return a CSR tensor with the pattern of ``x``."""
+    crow, column = x.crow_indices(), x.col_indices()
+    return torch.sparse_csr_tensor(crow, column, values, x.shape, check_invariants=False)
+
+
 def values_at(x: Tensor, columns: Tensor) -> Tensor:
     """Return the values of ``x [B, V]``, CSR, at ``columns [B, S]``, 0 where there is no entry."""
     value, row, column = entries_of(x)
@@ -57,8 +63,10 @@ def largest_of_rows(x: Tensor, k: int) -> Tensor:
     return flat[:-1].view(len(x), k)
 
 
-def gather_entries(x: Tensor) -> Tensor:
-    """Return the rows of all ranks of a CSR matrix; entries are sent, as many as the most."""
+def gather_matrix(x: Tensor, gather: bool) -> Tensor:
+    """Return the rows of all ranks; of a CSR matrix entries are sent, as many as the most."""
+    if x.layout == torch.strided or not gather or num_ranks() == 1:
+        return gather_rows(x, gather)
     counts = gather_rows(x.crow_indices().diff())
     sizes = counts.view(num_ranks(), -1).sum(1).tolist()
 
@@ -73,11 +81,12 @@ def gather_entries(x: Tensor) -> Tensor:
     return torch.sparse_csr_tensor(crow, column, value, shape, check_invariants=False)
 
 
-def scatter_entries(gradient: Tensor, own: Tensor) -> Tensor:
-    """Return this rank's rows of the sum over ranks of a CSR gradient in ``gather_entries``."""
+def scatter_matrix(gradient: Tensor, own: Tensor) -> Tensor:
+    """Return this rank's rows of the sum over ranks of a gradient of ``gather_matrix``."""
+    if gradient.layout == torch.strided:
+        return scatter_sum(gradient)
     ends = gradient.crow_indices()[len(own) :: len(own)].tolist()
     sizes = [end - start for start, end in itertools.pairwise([0, *ends])]
     padded = [nnf.pad(x, (0, max(sizes) - len(x))) for x in torch.split(gradient.values(), sizes)]
     value = scatter_sum(torch.cat(padded))[: len(own.values())]
-    crow, column = own.crow_indices(), own.col_indices()
-    return torch.sparse_csr_tensor(crow, column, value, own.shape, check_invariants=False)
+    return with_values(own, value)

@@ -20,24 +20,16 @@ Arguments: TypeAlias = Mapping[str, Any]  # tensors and hyperparameters, by name
 class Implementation(NamedTuple):
     """A computation of the value of a definition together with its gradient.
 
-    Attributes:
-        name: the value of ``impl`` that selects it.
-        unsupported_reason: maps the arguments to ``None`` if it supports the call, else to the
-            words that follow "expected" in the error.
-        is_preferred: maps the arguments to whether ``impl="auto"`` selects it.
-        compute: is called as ``compute(needs, **arguments)``, where ``needs`` are the names of the
-            tensors that need a gradient; returns the value and the gradients by name. (Callers of
-            ``choose`` alone define their own signature.)
-        compiles: whether ``torch.compile`` can trace it.
-        purpose: the calls for which ``is_preferred``, in words, for ``explain``.
+    ``compute(needs, **arguments)`` returns the value, and by name the gradients of the tensors that
+    ``needs`` names. (Callers of ``choose`` alone define their own signature.)
     """
 
-    name: str
-    unsupported_reason: Callable[[Arguments], str | None]
-    is_preferred: Callable[[Arguments], bool]
+    name: str  # the value of `impl`
+    unsupported_reason: Callable[[Arguments], str | None]  # the words that follow "expected"
+    is_preferred: Callable[[Arguments], bool]  # by `impl="auto"`
     compute: Callable[..., Any]
-    compiles: bool = False
-    purpose: str = "calls that gain from it"
+    compiles: bool = False  # whether `torch.compile` can trace it
+    purpose: str = "calls that gain from it"  # the calls for which `is_preferred`, in words
 
 
 def always(arguments: Arguments) -> bool:
@@ -57,12 +49,8 @@ def choose(
 ) -> Implementation | None:
     """Return the one named ``impl``, or for ``"auto"`` the first supported and preferred one.
 
-    ``None`` means the definition. It is used under ``torch.func`` and, unless the implementation
-    compiles, under ``torch.compile``; one that is named by ``impl`` is checked there all the same.
-    Exporters get the definition, too, as only this package has the others' operators.
-
-    Raises:
-        ValueError: if the implementation named by ``impl`` does not support the call.
+    ``None`` means the definition, which serves ``torch.func``, exporters and, unless the
+    implementation compiles, ``torch.compile``. What ``impl`` names is checked there all the same.
     """
     verdicts = _verdicts(implementations, impl, arguments)
     if not torch.compiler.is_compiling() and _is_explaining.get():
@@ -79,28 +67,24 @@ def _verdicts(
     """Yield implementations and what speaks against each, nothing for one that is taken."""
     is_eager = can_bring_its_gradient(*arguments.values()) and not is_exported()
     is_plain = is_eager or not (is_transformed() or is_exported())
-    for implementation in implementations:
-        can_run = is_eager or (implementation.compiles and is_plain)
-        is_named = impl == implementation.name
-        if not is_named and impl != "auto":
-            yield implementation, f'impl="{impl}" was asked for'
-            continue
-        if not is_named and not can_run:
-            yield implementation, "torch.compile, torch.func and exporters need the definition"
-            continue
-        reason = implementation.unsupported_reason(arguments)
-        if reason is not None and is_named:
-            raise ValueError(
-                f'expected {reason} with impl="{impl}"; impl="auto" selects one that can'
-            )
-        if not can_run:
-            yield implementation, "torch.compile, torch.func and exporters need the definition"
-        elif reason is not None:
-            yield implementation, f"it needs {reason.rstrip(',')}"
-        elif not (is_named or implementation.is_preferred(arguments)):
-            yield implementation, f"it is for {implementation.purpose}"
-        else:
-            yield implementation, ""
+    for each in implementations:
+        is_named = impl == each.name
+        can_run = is_eager or (each.compiles and is_plain)
+        objection = "torch.compile, torch.func and exporters need the definition"
+        if impl not in ("auto", each.name):
+            objection = f'impl="{impl}" was asked for'
+        elif is_named or can_run:
+            reason = each.unsupported_reason(arguments)
+            if reason is not None and is_named:
+                raise ValueError(
+                    f'expected {reason} with impl="{impl}"; impl="auto" selects one that can'
+                )
+            if reason is not None:
+                objection = f"it needs {reason.rstrip(',')}"
+            elif can_run:
+                is_taken = is_named or each.is_preferred(arguments)
+                objection = "" if is_taken else f"it is for {each.purpose}"
+        yield each, objection
 
 
 _is_explaining = ContextVar("_is_explaining", default=False)
@@ -116,8 +100,8 @@ def explain(loss: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
     Args:
         loss: a loss function or module, ``splade_head`` or ``splade_pool``, not compiled.
-        *args: what it would be called with.
-        **kwargs: likewise. With ``gather=True`` every rank must explain the call.
+        *args: what it would be called with; with ``gather=True`` on every rank.
+        **kwargs: likewise.
 
     Returns:
         A line with the name of the implementation, and a line for each one that comes before it.
@@ -157,13 +141,7 @@ def compute(
     impl: str,
     arguments: Arguments,
 ) -> Tensor:
-    """Return ``definition(**arguments)``, computed by the implementation that is chosen.
-
-    With ``create_graph=True`` the gradient is computed again, through the definition.
-
-    Raises:
-        ValueError: if the implementation named by ``impl`` does not support the call.
-    """
+    """Return ``definition(**arguments)``, computed by the implementation that is chosen."""
     implementation = choose(implementations, impl, arguments)
     if implementation is None:
         return definition(**arguments)

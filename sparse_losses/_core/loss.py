@@ -34,31 +34,21 @@ the choices, the first always among them.
 
 import functools
 import inspect
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import (
-    Any,
-    Literal,
-    NamedTuple,
-    ParamSpec,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import (
     Declared,
+    check_bound,
     check_choice,
     check_choices,
     check_csr,
     check_entries,
     check_flag,
-    check_integer,
-    check_learnable,
-    check_number,
     check_tensors,
     check_unit_interval,
     check_weights,
@@ -91,31 +81,15 @@ class _Declaration(NamedTuple):
 
     def check(self, hyperparameters: Mapping[str, Any]) -> None:
         """Raise for an invalid flag, choice or number."""
-        for name in self.flags:
-            if name in hyperparameters:
-                check_flag(**{name: hyperparameters[name]})
-        for name, allowed in self.choices.items():
-            if name in hyperparameters:
-                check_choice(name, hyperparameters[name], allowed)
-        for name, allowed in self.several.items():
-            if name in hyperparameters:
-                check_choices(name, hyperparameters[name], allowed)
-        for name, bound in self.numbers.items():
-            if name not in hyperparameters:
-                continue
-            value = hyperparameters[name]
-            if value is None and self.defaults.get(name, bound) is None:
-                continue
-            if bound.endswith(LEARNABLE):
-                check_learnable(name, value, positive=bound.startswith("> 0"))
-            elif bound.startswith("integer"):
-                check_integer(name, value, minimum=int(bound.removeprefix("integer >= ")))
-            elif bound == "finite":
-                check_number(name, value)
-            elif bound == "> 0":
-                check_number(name, value, minimum=0.0, exclusive=True)
-            else:
-                check_number(name, value, minimum=float(bound.removeprefix(">= ")))
+        for name, value in hyperparameters.items():
+            if name in self.flags:
+                check_flag(**{name: value})
+            elif name in self.choices:
+                check_choice(name, value, self.choices[name])
+            elif name in self.several:
+                check_choices(name, value, self.several[name])
+            elif name in self.numbers and (value is not None or self.defaults[name] is not None):
+                check_bound(name, value, self.numbers[name])
 
 
 def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -124,11 +98,12 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     numbers = {name: text for name, text in declarations.items() if name not in tensors}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        hints = get_type_hints(function)
+        hints = typing.get_type_hints(function)
         parameters = inspect.signature(function).parameters
         names = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        choices = {n: get_args(h) for n, h in hints.items() if get_origin(h) is Literal}
-        several = {n: get_args(get_args(h)[0]) for n, h in hints.items() if get_origin(h) is tuple}
+        kinds = {n: (typing.get_origin(h), typing.get_args(h)) for n, h in hints.items()}
+        choices = {n: args for n, (origin, args) in kinds.items() if origin is Literal}
+        several = {n: typing.get_args(args[0]) for n, (o, args) in kinds.items() if o is tuple}
         flags = tuple(n for n, h in hints.items() if h is bool and n not in ("gather", "return"))
         defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
         declaration = _Declaration(tensors, numbers, flags, choices, several, defaults)
@@ -149,8 +124,11 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 dtype = _cast(steps, arguments, sizes)
                 data = arguments[first]
                 for name in learnable:
-                    if isinstance(arguments.get(name), Tensor):
-                        arguments[name] = _beside(name, arguments[name], first, data).to(dtype)
+                    if isinstance(number := arguments.get(name), Tensor):
+                        if not number.is_cpu and number.device != data.device:
+                            where = f"{data.device}, where `{first}` is, or on the CPU"
+                            raise ValueError(f"expected `{name}` on {where}, got {number.device}")
+                        arguments[name] = number.to(dtype)
             except (TypeError, ValueError) as error:
                 gather = arguments.get("gather")
                 refuse_across_ranks(function.__name__, gather, arguments.values(), error)
@@ -171,16 +149,6 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def _beside(name: str, number: Tensor, first: str, data: Tensor) -> Tensor:
-    """Return ``number``, a 0-d tensor; raise unless it is on the CPU or on the data's device."""
-    if number.device not in (data.device, torch.device("cpu")):
-        raise ValueError(
-            f"expected `{name}` on {data.device}, where `{first}` is, or on the CPU, "
-            f"got {number.device}"
-        )
-    return number
-
-
 class _Step(NamedTuple):
     """The treatment of one tensor, parsed once from its remarks."""
 
@@ -192,11 +160,7 @@ class _Step(NamedTuple):
     check: Callable[[str, Tensor], None] | None
 
 
-CHECKS = {
-    ">= 0": check_weights,
-    "0 to 1": check_unit_interval,
-    "entries >= 0": check_entries,
-}
+CHECKS = {">= 0": check_weights, "0 to 1": check_unit_interval, "entries >= 0": check_entries}
 
 
 def _steps(tensors: Mapping[str, Declared]) -> list[_Step]:
@@ -268,11 +232,9 @@ def _multiplied_as_halves(inputs: Sequence[Tensor]) -> bool:
 
 def _as_layer(tensor: Tensor) -> Tensor:
     device = tensor.device.type
-    if device in ("cpu", "meta") or tensor.dtype == torch.float64:
-        return tensor
-    if not torch.is_autocast_enabled(device):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
+    is_cast = device not in ("cpu", "meta") and tensor.dtype != torch.float64
+    is_cast = is_cast and torch.is_autocast_enabled(device)
+    return tensor.to(torch.get_autocast_dtype(device)) if is_cast else tensor
 
 
 def _agree(

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from sparse_losses._core.entries import entries_of, with_values
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses._core.private_torch import is_batched
@@ -62,7 +63,12 @@ def _distance(x1: Tensor, x2: Tensor) -> Tensor:
 
 def finite_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``x [..., D]``, rows that are not finite replaced by 0, and which rows these are."""
-    is_replaced = (x - x).detach().any(-1)  # infinity minus infinity is NaN, and NaN is true
+    # Infinity minus infinity is NaN, and NaN is true.
+    if x.layout != torch.strided:
+        entries = entries_of(x)
+        is_replaced = entries.sum_rows(len(x), entries.value - entries.value).isnan()
+        return with_values(x, entries.value.masked_fill(is_replaced[entries.row], 0.0)), is_replaced
+    is_replaced = (x - x).detach().any(-1)
     return x.masked_fill(is_replaced[..., None], 0.0), is_replaced
 
 
@@ -71,6 +77,8 @@ def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
     A zero row stays zero, and its inverse norm is 0.
     """
+    if x.layout != torch.strided:
+        return _unit_entries(x)
     if x.numel() == 0:
         return x.clone(), x.new_zeros(*x.shape[:-1], 1)
     if (norm := _cpu_norm(x)) is not None:
@@ -89,6 +97,19 @@ def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     unit /= torch.where(is_zero, 1.0, norm)
     inverse = (1 / scale / norm).clamp(max=torch.finfo(x.dtype).max)
     return unit, torch.where(is_zero, 0.0, inverse)
+
+
+def _unit_entries(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return unit rows of a CSR tensor and the inverse norms ``[B, 1]``."""
+    entries, size = entries_of(x), len(x)
+    value, row = entries.value, entries.row
+    scale = value.new_zeros(size).scatter_reduce_(0, row, value.abs(), "amax")
+    is_zero = scale == 0
+    value = value / torch.where(is_zero, 1.0, scale)[row]
+    norm = entries.sum_rows(size, value.square()).sqrt()
+    value = value / torch.where(is_zero, 1.0, norm)[row]
+    inverse = (1 / scale / norm).clamp(max=torch.finfo(x.dtype).max)
+    return with_values(x, value), torch.where(is_zero, 0.0, inverse)[:, None]
 
 
 def _cpu_norm(x: Tensor) -> Tensor | None:
@@ -131,6 +152,10 @@ def half_rows(*inputs: Tensor) -> list[HalfRows]:
 
 def through_unit_rows_(gradient: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
     """Convert, in place, the gradient of unit rows to that of the rows before normalisation."""
+    if unit.layout != torch.strided:
+        (value, row, _), slope = entries_of(unit), gradient.values()
+        along = entries_of(unit).sum_rows(len(unit), value * slope)
+        return with_values(unit, (slope - value * along[row]) * inverse[row, 0])
     along = (unit * gradient).sum(-1, keepdim=True)
     return gradient.addcmul_(unit, along, value=-1.0).mul_(inverse)
 

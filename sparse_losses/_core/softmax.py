@@ -1,6 +1,7 @@
 """Log-sum-exp functions that are accurate in value and gradient."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as nnf
@@ -54,25 +55,21 @@ def one_positive_rows(
     return gap if decoupled else softplus(gap)
 
 
-def one_positive_rows_and_slopes(
-    gaps: Tensor, own: Tensor | None, dim: int = 1, *, decoupled: bool, needs_gradient: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``one_positive_rows`` and its gradient, which is ``slopes * softmax``.
+def one_positive_rows_and_gradient(
+    scores: Tensor, own_of: Callable[[Tensor], Tensor], dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Return ``one_positive_rows`` along ``dim`` and its gradient, of the size of the scores.
 
-    ``gaps`` are the scores minus the positives' along ``dim``, the lowest number where there is no
-    negative. The gradient by the positives is ``-slopes``. Without a need of it both are
-    meaningless. ``own`` are the positives' scores if a row may be without a negative.
+    ``own_of`` returns a view of the positives. What is no candidate has the lowest number.
     """
-    if needs_gradient:
-        probabilities, gap = softmax_and_logsumexp(gaps, dim)
-    else:
-        probabilities, gap = gaps, gaps.logsumexp(dim)
-    if own is not None:
-        gap = gap.add_(own - own)  # the NaN of a positive without a negative
-    if decoupled:
-        return gap, probabilities, torch.ones_like(gap)
-    # Where all gaps are the lowest number, value and slope are 0.
-    return softplus(gap), probabilities, gap.sigmoid() if needs_gradient else gap
+    log_probabilities = scores.log_softmax(dim)
+    gradient = log_probabilities.exp()
+    own = own_of(gradient)
+    own.zero_()
+    others = gradient.sum(dim)
+    own.sub_(others)
+    # Of an easy row `others` has the digits, of a hard one the positive's logarithm.
+    return softplus(others.log() - own_of(log_probabilities)), gradient
 
 
 def softmax_and_logsumexp(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:

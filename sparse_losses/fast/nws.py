@@ -21,7 +21,7 @@ from sparse_losses._core.products import HALVES
 from sparse_losses._core.softmax import softmax_and_logsumexp, softplus
 from sparse_losses.distributed import num_ranks, sum_over_ranks
 from sparse_losses.fast.info_nce import most_scores
-from sparse_losses.fast.scores import DenseScores
+from sparse_losses.fast.scores import Scores
 
 MATRICES = 4  # number of matrices as large as the scores that are held at once
 # Powers of four with exponents from minus this number to it are normal numbers, as are their sums.
@@ -50,7 +50,7 @@ def direct_nws(
     eps: float,
     gather: bool,
     reduction: str,
-) -> tuple[Tensor, dict[str, Tensor | None]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the value of NWS and the gradients of query, prototype and temperature."""
     dtype = torch.float32 if query.dtype in HALVES else query.dtype
     y = query_labels.to(dtype)
@@ -65,7 +65,7 @@ def direct_nws(
     is_void = weights.is_void
     if decoupled and eps == 0:  # rows without negatives
         is_void |= torch.cat([weights.without_negatives(rows, is_absent) for rows in blocks])
-    scores = DenseScores(
+    scores = Scores(
         {{"prototype": "key"}.get(name, name) for name in needs},
         query.masked_fill(is_void, 0.0),
         prototype,

@@ -1,16 +1,17 @@
-"""Matrix products over non-zeros only: sums of bags on a CPU, tiles of columns elsewhere."""
+"""CSR tensors, sums of bags, and products of CSR and dense matrices."""
 
 import functools
-import itertools
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.entries import entries_of
+from sparse_losses._core import products
+from sparse_losses._core.entries import entries_of, with_values
+
+LARGEST = 1 << 26  # numbers in a dense block: 256 MB in fp32
 
 
 def bounds_of(index: Tensor, size: int) -> Tensor:
@@ -56,120 +57,40 @@ def sum_bags(index: Tensor, table: Tensor, bounds: Tensor, weight: Tensor | None
     )
 
 
-class NonZeros(NamedTuple):
-    """The non-zeros of ``[R, V]``, sorted by column; ``original`` is their index by row."""
-
-    row: Tensor
-    column: Tensor
-    value: Tensor
-    original: Tensor
-    shape: tuple[int, int]
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b.T`` as a dense matrix; each may be CSR."""
+    if a.layout == b.layout == torch.strided:
+        return products.product(a, b.T)
+    parts = [a @ columns for _, columns in _transposed_blocks(b)]
+    return torch.cat(parts, dim=1) if parts else a.new_zeros(len(a), 0)
 
 
-def non_zeros(x: Tensor) -> NonZeros:
-    """Return the non-zeros of a dense matrix, or the stored entries of a CSR matrix."""
-    if x.layout == torch.sparse_csr:
-        value, row, column = entries_of(x)
-    else:
-        row, column = x.nonzero(as_tuple=True)
-        value = x[row, column]
-    original = column.int().argsort(stable=True)
-    shape = (x.shape[0], x.shape[1])
-    return NonZeros(row[original], column[original], value[original], original, shape)
-
-
-def column_tiles(x: NonZeros, width: int) -> Iterator[tuple[int, int, NonZeros]]:
-    """Yield start, stop and non-zeros of ``width`` columns at a time."""
-    starts = torch.arange(0, x.shape[1], width, device=x.column.device)
-    ends = [*torch.searchsorted(x.column, starts).tolist(), x.column.numel()]
-    for number, (first, last) in enumerate(itertools.pairwise(ends)):
-        start = number * width
-        stop = min(start + width, x.shape[1])
-        row, column, value, original = (t[first:last] for t in x[:4])
-        yield (
-            start,
-            stop,
-            NonZeros(row, column - start, value, original, (x.shape[0], stop - start)),
-        )
-
-
-def sums_bags(x: NonZeros) -> bool:
-    """Whether products are sums over bags of rows, which only a CPU does fast."""
-    return x.value.is_cpu
-
-
-def dense_tile(x: NonZeros, start: int, stop: int) -> Tensor:
-    """Return some columns of the matrix, ``[R, stop - start]``; nothing waits for the device."""
-    rows, width = x.shape[0], stop - start
-    is_inside = (x.column >= start) & (x.column < stop)
-    # What is outside goes to a last place.
-    place = torch.where(is_inside, x.row * width + x.column - start, rows * width)
-    return x.value.new_zeros(rows * width + 1).scatter_(0, place, x.value)[:-1].view(rows, width)
-
-
-def product(a: NonZeros, b: NonZeros) -> Tensor:
-    """Return ``a @ b.T`` as a dense matrix."""
-    rows, columns = a.shape[0], b.shape[0]
-    total = a.value.new_zeros(rows, columns)
-    width = _tile_width(a, b)
-    if not sums_bags(a):
-        for start, stop in _bounds(a.shape[1], width):
-            total.addmm_(dense_tile(a, start, stop), dense_tile(b, start, stop).T)
-        return total
-    for (start, stop, x), (_, _, y) in zip(
-        column_tiles(a, width), column_tiles(b, width), strict=True
-    ):
-        table = total.new_zeros(stop - start, columns)
-        table[y.column, y.row] = y.value
-        order = x.row.argsort(stable=True)
-        total += sum_bags(x.column[order], table, bounds_of(x.row, rows), x.value[order])
+def add_product(x: Tensor, total: Tensor | None, g: Tensor, b: Tensor) -> Tensor:
+    """Return ``total + g @ b``, of a CSR ``x`` at its entries; may overwrite the total."""
+    is_dense = x.layout == torch.strided
+    if is_dense and b.layout == torch.strided:
+        return products.add_product_(total, g, b)
+    if total is None:
+        total = torch.zeros_like(x) if is_dense else with_values(x, torch.zeros_like(x.values()))
+    for rows, columns in _transposed_blocks(b):
+        add = torch.addmm if is_dense else torch.sparse.sampled_addmm
+        total = add(total, g[:, rows].contiguous(), columns.T)
     return total
 
 
-def products_by_columns(
-    terms: list[tuple[Tensor, NonZeros]], at: NonZeros
-) -> Iterator[tuple[int, int, Tensor, Tensor | slice]]:
-    """Yield start, stop and the sum of ``(g @ b).T [T, R]`` of some columns at a time.
-
-    The last part tells which of the entries of ``at`` lie in these columns.
-    """
-    width, first = _tile_width(at, *(b for _, b in terms)), 0
-    if not sums_bags(at):
-        for start, stop in _bounds(at.shape[1], width):
-            tile = _total(g @ dense_tile(b, start, stop) for g, b in terms)
-            yield start, stop, tile.T, (at.column >= start) & (at.column < stop)
-        return
-    tables = [g.T.contiguous() for g, _ in terms]
-    for parts in zip(*(column_tiles(b, width) for _, b in terms), strict=True):
-        (start, stop, _), *_ = parts
-        tile = _total(
-            sum_bags(y.row, table, bounds_of(y.column, stop - start), y.value)
-            for table, (_, _, y) in zip(tables, parts, strict=True)
-        )
-        last = int(torch.searchsorted(at.column, stop))
-        yield start, stop, tile, slice(first, last)
-        first = last
-
-
-def read_tile(out: Tensor, at: NonZeros, tile: Tensor, start: int, here: Tensor | slice) -> None:
-    """Write the values of a tile ``[T, R]`` at the entries that lie in it."""
-    if isinstance(here, slice):
-        out[here] = tile[at.column[here] - start, at.row[here]]
-    else:
-        found = tile[(at.column - start).clamp(0, len(tile) - 1), at.row]
-        out.copy_(torch.where(here, found, out))
-
-
-def _total(parts: Iterable[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, parts)
-
-
-def _bounds(size: int, width: int) -> list[tuple[int, int]]:
-    return [(start, min(start + width, size)) for start in range(0, size, width)]
-
-
-def _tile_width(*matrices: NonZeros) -> int:
-    """Return the columns of a tile: of 4 MB on a CPU, for its cache, of 256 MB elsewhere."""
-    if sums_bags(matrices[0]):
-        return max((1 << 20) // max(matrices[-1].shape[0], 1), 64)
-    return max((1 << 26) // max(x.shape[0] for x in matrices), 64)
+def _transposed_blocks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield some rows at a time and these as columns ``[V, R]``; nothing waits for the device."""
+    width = x.shape[1]
+    size = max(LARGEST // max(width, 1), 1)
+    for start in range(0, len(x), size):
+        rows = slice(start, min(start + size, len(x)))
+        if x.layout == torch.strided:
+            yield rows, x[rows].T
+            continue
+        value, row, column = entries_of(x)
+        count = rows.stop - start
+        is_inside = (row >= start) & (row < rows.stop)
+        # What is outside goes to a last place.
+        place = torch.where(is_inside, column.long() * count + row - start, width * count)
+        block = value.new_zeros(width * count + 1).scatter_(0, place, value)
+        yield rows, block[:-1].view(width, count)

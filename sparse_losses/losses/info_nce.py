@@ -7,8 +7,9 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.candidates import Call, Direction, directions, number_of
-from sparse_losses._core.implementations import compute
+from sparse_losses._core.implementations import choose
 from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.own_gradient import with_own_gradient
 from sparse_losses._core.products import as_dense
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import finite_rows, normalize
@@ -19,9 +20,8 @@ from sparse_losses._core.softmax import (
     largest_positive,
     one_positive_rows,
 )
-from sparse_losses.distributed import gather_rows, rank
-from sparse_losses.fast.info_nce import DENSE
-from sparse_losses.fast.info_nce_nonzeros import NONZEROS
+from sparse_losses.distributed import average_grad_over_ranks, gather_rows
+from sparse_losses.fast.info_nce import IMPLEMENTATIONS
 
 Similarity = Literal["cosine", "dot"]
 NegativesFrom = tuple[Literal["document", "query", "positive"], ...]
@@ -68,14 +68,13 @@ def info_nce_loss(
     $\ell_i \ge 0$; it is computed without cancellation near 0, as
     $\mathrm{softplus}(\log\sum_{c \ne i} e^{s_{ic}/t} - s_{ii}/t)$.
 
-    With ``positive_mask`` a row has several positives $P_i$, and $\ell_i$ is the mean over them of
-    $-\log(e^{s_{ip}/t} / \sum_{c \in C_i} e^{s_{ic}/t})$: every denominator contains all
-    candidates, including the other positives. With ``decoupled`` the denominator contains only the
-    negatives; on raw dot products that loss is unbounded below.
+    With ``positive_mask`` a row has several positives, and $\ell_i$ is the mean over them of the
+    same term: every denominator contains all candidates, including the other positives. With
+    ``decoupled`` it contains only the negatives; on raw dot products that loss is unbounded below.
 
     Args:
         anchor: ``[B, D]`` floating; the queries. Anchors, positives and shared negatives may be
-            CSR tensors; the gradient of a CSR tensor has its sparsity pattern.
+            CSR tensors, whose gradient has their sparsity pattern.
         positive: ``[B, D]``; row ``i`` is the positive of anchor ``i``.
         negative: ``[N, D]``, shared by all rows, or ``[B, N, D]``, ``N`` for each row.
         temperature: ``t``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
@@ -105,14 +104,11 @@ def info_nce_loss(
             whole batch (see ``sparse_losses.distributed``). ``"none"`` returns this rank's rows.
             Sizes must be the same on all ``W`` ranks. ``positive_mask`` is then ``[B, W B]``;
             ``candidate_mask`` has ``W B`` positives and, of shared negatives, ``W N``.
-        impl: how the value is computed; value and gradient are the same. ``"auto"`` selects the
-            first of these that supports the call and is expected to be faster: ``"nonzeros"``
-            multiplies only the non-zeros (selected for CSR tensors, and on the CPU if a sample of
-            wide inputs has few: below 12% for 512 rows or more, half of that on several threads);
-            ``"blocks"`` holds some rows of the scores at a time (selected for more than 2^21 scores
-            on a CPU, 2^26 elsewhere); ``"direct"`` holds all scores at once. ``"definition"``, the
-            formula operation by operation, is used otherwise, under ``torch.compile`` and under
-            ``torch.func``.
+        impl: how the same value and gradient are computed. ``"auto"`` selects the first of these
+            that supports the call: ``"nonzeros"`` (for CSR tensors), ``"blocks"`` (some rows of the
+            scores at a time, for more than 2^21 on a CPU, 2^26 elsewhere), ``"direct"`` (all scores
+            at once) and, as under ``torch.compile`` and ``torch.func``, ``"definition"``, the
+            formula operation by operation.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -159,29 +155,30 @@ def info_nce_loss(
         "reduction": reduction,
     }
     _check(Call(**arguments))
-    return compute(_definition, IMPLEMENTATIONS, impl, arguments)
+    implementation = choose(IMPLEMENTATIONS, impl, arguments)
+    if implementation is None:
+        return _definition(**arguments)
+    value = with_own_gradient(_definition, implementation.compute, arguments)
+    return average_grad_over_ranks(value) if gather else value
 
 
 def _definition(**arguments: Any) -> Tensor:
-    """The formula, operation by operation.
+    return _operation_by_operation(Call(**arguments))
 
-    With ``gather`` the queries are this rank's rows, the keys are the rows of all ranks.
-    """
-    call = Call(**arguments)
-    both, own = directions(call), _own_keys(call)
-    masks = [_positives_and_excluded(direction, own) for direction in both]
-    valid = _valid_rows(call, masks)
-    rows, keys = _vectors(call, valid)
+
+def _operation_by_operation(call: Call) -> Tensor:
+    """The formula; with ``gather`` the keys are the rows of all ranks."""
+    own, (rows, keys) = _own_keys(call), _vectors(call)
     sources = {"query": "anchor", "positive": "positive"}
     more = [_products(rows[x], keys[x]) for s, x in sources.items() if s in call.negatives_from]
-
-    values: list[Tensor] = []
+    scored: list[tuple[Tensor, Tensor, Tensor]] = []
     of_keys = call.anchor
-    for direction, (is_positive, excluded) in zip(both, masks, strict=True):
-        if values and call.in_batch and call.ranks() == 1:
+    for direction in directions(call):
+        if scored and call.in_batch and call.ranks() == 1:
             of_keys = of_keys.T
         else:
             of_keys = _products(rows[direction.query], keys[direction.key])
+        is_positive, excluded = _positives_and_excluded(direction, own)
         parts = [(of_keys, excluded), *((scores, excluded | own) for scores in more)]
         if call.bounds() != (None, None):
             limit = false_negative_limit(largest_positive(of_keys, is_positive), *call.bounds())
@@ -194,16 +191,20 @@ def _definition(**arguments: Any) -> Tensor:
         scores, absent = parts[0]
         if len(parts) > 1:
             scores, absent = (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
+        scored.append((scores, is_positive, absent))
+
+    valid = None  # in every direction
+    if call.decoupled or call.positive_mask is not None or call.candidate_mask is not None:
+        has_terms = [is_positive.any(-1) for _, is_positive, _ in scored]
+        has_terms += [~absent.all(-1) for *_, absent in scored if call.decoupled]
+        valid = torch.stack(has_terms).all(0)
+    values = []
+    for scores, is_positive, absent in scored:
         if valid is not None:
             scores = scores.masked_fill(~valid[:, None], 0.0)
-        if call.decoupled and call.bounds() != (None, None):  # a row may have lost its negatives
-            has_negative = ~absent.all(-1)
-            valid = has_negative if valid is None else valid & has_negative
         scores = scores / call.temperature
         if call.positive_mask is None:
-            own_scores = (
-                scores[:, 0] if direction.first is None else diagonal(scores, direction.first)
-            )
+            own_scores = scores[:, 0] if not call.in_batch else diagonal(scores, call.first())
             values.append(one_positive_rows(scores, own_scores, absent, decoupled=call.decoupled))
         else:
             is_positive = nnf.pad(is_positive, (0, scores.shape[1] - is_positive.shape[1]))
@@ -214,75 +215,54 @@ def _definition(**arguments: Any) -> Tensor:
 
 def _own_keys(call: Call) -> Tensor:
     """Mask ``[B, K]`` of each row's own positive."""
+    device = call.anchor.device
     if not call.in_batch:
-        return torch.ones(len(call.anchor), 1, dtype=torch.bool, device=call.anchor.device)
-    first = rank() * len(call.anchor) if call.gather else 0
-    own = torch.arange(first, first + len(call.anchor), device=call.anchor.device)
-    return own[:, None] == torch.arange(call.num_keys(), device=call.anchor.device)
+        return torch.ones(len(call.anchor), 1, dtype=torch.bool, device=device)
+    own = torch.arange(call.first(), call.first() + len(call.anchor), device=device)
+    return own[:, None] == torch.arange(call.num_keys(), device=device)
 
 
 def _positives_and_excluded(direction: Direction, own: Tensor) -> tuple[Tensor, Tensor]:
     """Masks ``[B, K]`` of the positives and, these included, of what is no negative."""
     is_positive = own if direction.positives is None else direction.positives
     excluded = direction.excluded_keys(slice(0, len(own)))
-    left_out = direction.left_out_keys(slice(None))
-    return (
-        is_positive if left_out is None else is_positive & ~left_out,
-        is_positive if excluded is None else is_positive | excluded,
-    )
-
-
-def _valid_rows(call: Call, masks: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """Mask of rows with a positive, and if decoupled a negative, in every direction, or ``None``.
-
-    False negatives do not count yet.
-    """
-    has_rest, mask = number_of(call.negative) > 0, call.candidate_mask
-    may_lack = call.decoupled and not has_rest
-    may_lack = may_lack and (call.positive_ids is not None or call.num_keys() == 1)
-    if call.positive_mask is None and mask is None and not may_lack:
-        return None
-    has_terms = [is_positive.any(-1) for is_positive, _ in masks]
-    if call.decoupled and (mask is not None or not has_rest):
-        negatives = False if mask is None else mask[:, call.num_keys() :].any(-1)
-        has_terms += [~excluded.all(-1) | negatives for _, excluded in masks]
-    return torch.stack(has_terms).all(0)
+    if excluded is None:
+        return is_positive, is_positive
+    left_out = direction.left_out
+    if left_out is None:
+        return is_positive, is_positive | excluded
+    return is_positive & ~left_out[:, : own.shape[1]], is_positive | excluded
 
 
 Vectors = tuple[Tensor, Tensor | None]  # and which of them stand for vectors that are not finite
 
 
-def _vectors(call: Call, valid: Tensor | None) -> tuple[dict[str, Vectors], dict[str, Vectors]]:
+def _vectors(call: Call) -> tuple[dict[str, Vectors], dict[str, Vectors]]:
     """Return what is multiplied: this rank's rows, and as keys the sides and the negatives.
 
-    What is left out may be NaN, which must not reach a gradient: it is replaced by 0.
+    What masks and ids leave out may be NaN, which must not reach a gradient: it is replaced by 0.
     """
-    sides = ["positive"]
-    if call.symmetric or "query" in call.negatives_from:
-        sides.append("anchor")
-    has_ids = call.positive_ids is not None and call.in_batch
-    hides_nan = sides if has_ids or valid is not None else []
+    options = call.positive_ids, call.positive_mask, call.candidate_mask
+    hides_nan = call.decoupled or any(option is not None for option in options)
 
-    def vectors(name: str, x: Tensor) -> Vectors:
-        is_nan = None
-        is_hidden = valid is not None and (x.ndim == 2 or call.candidate_mask is not None)
-        if name in hides_nan or (name == "negative" and is_hidden):
-            x, is_nan = finite_rows(x)
-        elif valid is not None:  # only its own row is concerned
-            x = x.masked_fill(~valid.reshape(-1, *[1] * (x.ndim - 1)), 0.0)
+    def vectors(x: Tensor) -> Vectors:
+        x, is_nan = finite_rows(x) if hides_nan else (x, None)
         return normalize(x) if call.similarity == "cosine" else x, is_nan
 
     dense = {name: as_dense(getattr(call, name)) for name in ("anchor", "positive")}
-    rows = {name: vectors(name, x) for name, x in dense.items()}
+    rows = {name: vectors(x) for name, x in dense.items()}
     keys = rows
     if not call.in_batch:  # each row's own key
         keys = {name: (x[:, None], n if n is None else n[:, None]) for name, (x, n) in rows.items()}
     elif call.ranks() > 1:
-        keys = {name: vectors(name, gather_rows(dense[name])) for name in sides}
+        needed = ["positive"]
+        if call.symmetric or "query" in call.negatives_from:
+            needed.append("anchor")
+        keys = {name: vectors(gather_rows(dense[name])) for name in needed}
     if call.negative is not None:
         negative = as_dense(call.negative)
         negative = gather_rows(negative, call.gather and negative.ndim == 2)
-        keys = {**keys, "negative": vectors("negative", negative)}
+        keys = {**keys, "negative": vectors(negative)}
     return rows, keys
 
 
@@ -293,10 +273,8 @@ def _products(query: Vectors, key: Vectors) -> Tensor:
         scores = query_rows @ key_rows.T
     else:
         scores = torch.einsum("bd,bnd->bn", query_rows, key_rows)
-    if key_is_nan is not None:
-        scores = scores.masked_fill(key_is_nan, torch.nan)
-    if query_is_nan is not None:
-        scores = scores.masked_fill(query_is_nan[:, None], torch.nan)
+    if key_is_nan is not None and query_is_nan is not None:
+        scores = scores.masked_fill(query_is_nan[:, None] | key_is_nan, torch.nan)
     return scores
 
 
@@ -314,26 +292,15 @@ def _check(call: Call) -> None:
             )
         if number_of(call.negative) == 0:
             raise ValueError("expected `negative` with in_batch=False, got no other candidates")
-    ranks, num_keys = call.ranks(), call.num_keys()
-    factor = f"{ranks} " if ranks > 1 else ""
-    columns = f"{factor}B" if call.in_batch else "1"
     is_shared = call.negative is not None and call.negative.ndim == 2
-    num_negatives = number_of(call.negative) * (ranks if is_shared else 1)
-    both = f"{columns} + {factor if is_shared else ''}N" if num_negatives else columns
-    for name, shape, width in (
-        ("positive_mask", columns, num_keys),
-        ("candidate_mask", both, num_keys + num_negatives),
-    ):
-        mask = getattr(call, name)
-        if mask is not None and mask.shape[1] != width:
-            where = f" with gather=True on {ranks} ranks" if ranks > 1 else ""
+    num_negatives = number_of(call.negative) * (call.ranks() if is_shared else 1)
+    for name, more in (("positive_mask", 0), ("candidate_mask", num_negatives)):
+        mask, num_keys = getattr(call, name), call.num_keys()
+        if mask is not None and mask.shape[1] != num_keys + more:
             raise ValueError(
-                f"expected `{name}` of shape [B, {shape}] = [{len(call.anchor)}, {width}]{where}, "
-                f"got {list(mask.shape)}"
+                f"expected `{name}` of shape {[len(call.anchor), num_keys + more]}, columns for "
+                f"{num_keys} positives and {more} negatives, got {list(mask.shape)}"
             )
-
-
-IMPLEMENTATIONS = (NONZEROS, *DENSE)  # in order of preference
 
 
 class InfoNCELoss(LossModule):
@@ -432,8 +399,7 @@ def info_nce_from_scores(
 
     $s_{ic}$ is the score of candidate $c$ for row $i$, from late interaction, a cross-encoder, or
     products of vectors computed elsewhere, $t$ the temperature. $C_i$ are the row's candidates,
-    $P_i \subseteq C_i$ its positives. ``info_nce_loss`` applies the same formula to its
-    similarities.
+    $P_i \subseteq C_i$ its positives.
 
     Args:
         scores: ``[B, C]`` floating.

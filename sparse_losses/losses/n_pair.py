@@ -12,8 +12,7 @@ from sparse_losses._core.products import as_dense
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import diagonal, one_positive_rows
 from sparse_losses.distributed import gather_rows, rank
-from sparse_losses.fast.info_nce import DENSE
-from sparse_losses.fast.info_nce_nonzeros import NONZEROS
+from sparse_losses.fast.info_nce import IMPLEMENTATIONS
 
 
 @loss(
@@ -65,7 +64,7 @@ def n_pair_loss(
     # The arguments of InfoNCE at temperature 1.
     arguments = Call(anchor, positive, negative)._asdict()
     arguments |= {"in_batch": negative is None, "gather": gather, "reduction": reduction}
-    return compute(_definition, (NONZEROS, *DENSE), "auto", arguments)
+    return compute(_definition, IMPLEMENTATIONS, "auto", arguments)
 
 
 def _definition(**arguments: Any) -> Tensor:

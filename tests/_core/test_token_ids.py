@@ -47,11 +47,6 @@ def test_the_gather_that_follows_asserts_by_itself_but_in_a_graph(unread):
         attended(2, V, gathered=True)
 
 
-def test_under_a_transform_nothing_can_assert(unread):
-    unread.setattr(token_ids, "transforms_are_active", lambda: True)
-    assert attended(2, V).tolist() == [2, V]
-
-
 def test_masks_are_looked_at_only_where_reading_is_free(unread):
     mask = torch.tensor([0.0, 0.5, 1.0])
     assert as_mask("mask", mask).tolist() == [False, True, True]

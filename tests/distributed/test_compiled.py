@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 
-import sparse_losses as sl
 from tests.cases import BASE_CASES, FIRST, to_tensors
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_gather import part, whole
@@ -45,28 +44,3 @@ def compare(rank: int) -> dict[str, str]:
 @pytest.mark.works_with("PyTorch", "compile", "devices")
 def test_a_loss_over_two_ranks_is_one_graph_and_the_same():
     assert run_ranks(2, compare) == [{}, {}]
-
-
-def head_and_losses(rank: int) -> None:
-    torch.manual_seed(0)
-    queries, documents = torch.randn(2, 8, 3, 6, dtype=torch.float64)[:, 4 * rank : 4 * rank + 4]
-    head = sl.SpladeHead(torch.nn.Parameter(torch.randn(20, 6, dtype=torch.float64)))
-    info_nce = sl.InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.1)), gather=True)
-    flops, min_activation = sl.FlopsLoss(gather=True), sl.MinActivationLoss(gather=True)
-
-    def train(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-        query, document = head(queries), head(documents)
-        regular = 0.1 * flops(query) + 0.1 * min_activation(document)
-        return info_nce(query, document) + regular
-
-    results = []
-    for called in (train, torch.compile(train, fullgraph=True, backend="aot_eager")):
-        total = called(queries, documents)
-        leaves = [*head.parameters(), *info_nce.parameters()]
-        results.append([total.detach(), *torch.autograd.grad(total, leaves)])
-    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.works_with("PyTorch", "compile", "devices")
-def test_head_and_losses_compile_together_over_two_ranks():
-    run_ranks(2, head_and_losses)

@@ -41,11 +41,3 @@ def test_all_reduce_gives_the_report_of_all_texts():
         assert nothing == {}
         assert (report, top) == (pytest.approx(first[0]), first[1])
         assert last == pytest.approx(dict(expected.report()))
-
-
-def test_without_a_process_group_nothing_happens():
-    seen = diagnostics()
-    seen.update(batch(0))
-    before = dict(seen.report())
-    assert seen.all_reduce() is seen
-    assert dict(seen.report()) == before
