@@ -136,32 +136,33 @@ class Preset:
                 f"{self.name}.replace({', '.join(f'{name}=...' for name in missing)})"
             )
         special, made = {"special_token_ids": special_token_ids}, {}
-        told = {**vars(self), **special, "stopword_ids": stopword_ids if hide_stopwords else ()}
-        for term, weight in self.weights.items():
+        told: dict[str, Any] = {**vars(self), **special}
+        told["stopword_ids"] = stopword_ids if hide_stopwords else ()
+        for term in (term for term, weight in self.weights.items() if weight):
             side, kind = _split(term)
             build, make, fields, settings = TERMS[kind]
-            numbers = {name.removeprefix("distillation_"): told[name] for name in fields.split()}
-            if not weight:
-                continue
             if kind == "flops" and self.idf_alpha is not None:
                 if idf is None:
                     raise ValueError(f"{self.name} weighs FLOPS by token and needs `idf` [V]")
-                penalties = {"alpha": self.idf_alpha, "stopword_penalty": self.stopword_penalty}
+                names = ["stopword_penalty"]
                 if self.special_penalty is not None:
-                    penalties |= {**special, "special_penalty": self.special_penalty}
-                penalty = idf_penalty(idf, stopword_ids=stopword_ids, **penalties)
-                loss = IdfFlopsLoss(penalty, beta=self.beta)
+                    names += ["special_penalty", "special_token_ids"]
+                options = {"alpha": self.idf_alpha, **{name: told[name] for name in names}}
+                penalty = idf_penalty(idf, stopword_ids=stopword_ids, **options)
+                loss: Any = IdfFlopsLoss(penalty, beta=told["beta"])
             elif kind == "language_penalty":
                 if allowed_token_ids is None or idf is None:
                     needed = "`allowed_token_ids` and `idf`"
                     raise ValueError(f"{self.name} penalises other languages and needs {needed}")
-                number = self.language_penalty
-                penalty = language_penalty(len(idf), allowed_token_ids, **special, penalty=number)
+                size, number = len(idf), told["language_penalty"]
+                penalty = language_penalty(size, allowed_token_ids, **special, penalty=number)
                 loss = LanguagePenaltyLoss(penalty)
             else:
+                names = fields.split()
+                numbers = {name.removeprefix("distillation_"): told[name] for name in names}
                 loss = make and make(**numbers)
             given = {name: told[name] for name in settings.split()}
-            made[term] = weight, build(*side, loss, **given)
+            made[term] = self.weights[term], build(*side, loss, **given)
         return SpladeObjective(made, gather=gather)
 
     def schedules(

@@ -18,17 +18,7 @@ from sparse_losses._core.token_ids import (
 from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ranks
 from sparse_losses.objective.batch import Texts
 
-# What a batch adds to the state beside `[3, V]`: activations by token, texts that have the token
-# active, texts that have it on top. Recalls are sums over texts, beside the number of these texts.
-SUMS = (
-    *("texts", "live", "active", "dead", "dense", "input_recall", "with_input"),
-    *("other_side_recall", "with_other_side", "training_mode", "with_mode"),
-)
-RATIOS = {
-    "input_recall": "with_input",
-    "other_side_recall": "with_other_side",
-    "training_mode": "with_mode",
-}
+NUMBERS = 11  # that a batch adds beside those by token
 
 
 class Report(dict[str, float]):
@@ -56,15 +46,14 @@ class Diagnostics:
 
     - ``active_dimensions``: mean number per text, over the texts that have any.
     - ``dead_rows``, ``dense_rows``: shares of texts without active dimensions, and with more than a
-      quarter of the vocabulary; a text with a NaN is neither.
+      quarter of the vocabulary.
     - ``longest_list``: the largest share of the texts that activate one token.
     - ``special_share``, ``stopword_share``, ``foreign_share``: shares of the active entries;
       ``..._top``: of each text's ``top_k`` largest. Foreign tokens are neither allowed nor special.
     - ``input_recall``, ``other_side_recall``: shares of the tokens of a text, and of its positive
       or its query, that it activates, without special ones.
-    - ``training_mode``: share of the texts that a model in training mode has encoded. Dropout adds
-      to the maxima over positions, so that such counts can be many times those of evaluation mode,
-      which an index has.
+    - ``training_mode``: share of the texts that a model in training mode has encoded: dropout makes
+      counts that are many times those of evaluation mode, which an index has.
 
     The report leaves out numbers whose inputs are missing. The state is a few numbers per token.
 
@@ -104,6 +93,8 @@ class Diagnostics:
 
     def reset(self) -> None:
         """Reset the state to that of a new object."""
+        # By token, [3 V]: activations, texts that have it active, texts that have it on top. Then
+        # the `NUMBERS` of `update`.
         self._sums: Tensor | None = None
 
     @torch.no_grad()
@@ -175,7 +166,7 @@ class Diagnostics:
             if self._sums is None:
                 nccl = torch.distributed.get_backend() == "nccl"  # it cannot send CPU tensors
                 device = torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu"
-                size = 3 * self.vocab_size + len(SUMS)
+                size = 3 * self.vocab_size + NUMBERS
                 self._sums = torch.zeros(size, device=device, dtype=torch.float64)
             if not self._agree:  # which waits for the device
                 agree_across_ranks("Diagnostics.all_reduce", True, self._sums, V=self.vocab_size)
@@ -189,21 +180,21 @@ class Diagnostics:
 
     def report_later(self) -> HostCopy[Report]:
         """Start copying the numbers to the host; ``.read()`` does not wait some steps later."""
-        empty = torch.zeros(3 * self.vocab_size + len(SUMS))
+        empty = torch.zeros(3 * self.vocab_size + NUMBERS)
         return HostCopy(empty if self._sums is None else self._sums, self._report)
 
     def _report(self, values: Tensor) -> Report:
         summed, texts, top = values[: 3 * self.vocab_size].view(3, -1)
-        seen = dict(zip(SUMS, values[3 * self.vocab_size :].tolist(), strict=True))
-        if (rows := seen["texts"]) == 0:
+        rows, live, active, dead, dense, *pairs = values[3 * self.vocab_size :].tolist()
+        if rows == 0:
             return Report()
-        without = 0.0 if seen["dead"] == rows else math.nan  # no live row: all dead, or some NaN
+        without = 0.0 if dead == rows else math.nan  # no live row: all are dead, or some have a NaN
         share, entropy = texts / rows, torch.special.entr(summed / summed.sum()).sum().item()
         report = Report(
             texts=rows,
-            active_dimensions=seen["active"] / seen["live"] if seen["live"] else without,
-            dead_rows=seen["dead"] / rows,
-            dense_rows=seen["dense"] / rows,
+            active_dimensions=active / live if live else without,
+            dead_rows=dead / rows,
+            dense_rows=dense / rows,
             mean_activation=_ratio(summed.sum(), texts.sum()),
             flops=(summed / rows).square().sum().item(),
             index_flops=share.square().sum().item(),
@@ -218,7 +209,9 @@ class Diagnostics:
             masks = ~(stopword | self._special.cpu()), stopword
             content, common = (_ratio(summed[mask].sum(), texts[mask].sum()) for mask in masks)
             report |= {"semantic_ratio": content / common} if common != 0 else {}
-        report |= {n: seen[n] / seen[whole] for n, whole in RATIOS.items() if seen[whole]}
+        names = ("input_recall", "other_side_recall", "training_mode")
+        for name, part, whole in zip(names, pairs[0::2], pairs[1::2], strict=True):
+            report |= {name: part / whole} if whole else {}
         return report
 
     def top_tokens(self, k: int = 20) -> dict[int, float]:

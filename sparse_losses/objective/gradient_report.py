@@ -2,13 +2,13 @@
 
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparse_losses._core.precision import compute_dtype, widest_dtype
-from sparse_losses.objective.batch import SpladeBatch, Texts, check_batch
+from sparse_losses.objective.batch import SpladeBatch, check_batch
 from sparse_losses.objective.objective import SpladeObjective
 
 
@@ -58,7 +58,7 @@ def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> GradientR
         ['info_nce']
     """
     check_batch(batch)
-    sides: list[Texts | None] = []
+    sides: list[Any] = []
     leaves: list[Tensor] = []
     with torch.enable_grad():
         for texts in batch[:3]:
@@ -73,7 +73,7 @@ def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> GradientR
                 slope = leaf.relu().log1p()
                 activations = texts.activations.detach() + (slope - slope.detach())
                 sides.append(texts._replace(activations=activations, logits=leaf))
-        values = objective.values(SpladeBatch(*sides, *batch[3:8]))  # type: ignore[arg-type]
+        values = objective.values(SpladeBatch(*sides, *batch[3:8]))  # type: ignore[call-arg]
         weighted = [objective.weights[name] * value for name, value in values.items()]
     gradients = [
         torch.autograd.grad(term, leaves, retain_graph=True, materialize_grads=True)

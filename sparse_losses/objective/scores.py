@@ -35,7 +35,7 @@ def told_scores(loss: nn.Module, batch: SpladeBatch) -> dict[str, Any] | None:
         is_tensor = isinstance(value, Tensor)  # which no default is
         if name not in told and (is_tensor or value != DEFAULTS.get(name, loss)):
             return None
-    scores, ids, mask = batch.scores(similarity), batch.positive_ids, _candidate_mask(batch)
+    scores, ids, mask = batch.scores(similarity), batch.positive_ids, candidate_mask(batch)
     own = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
     if ids is not None:
         no_duplicate = nnf.pad(ids[:, None] != ids, (0, scores.shape[1] - len(ids)), value=True)
@@ -52,7 +52,7 @@ def taught(
     positive and the anchor's own negatives.
     """
     teacher, wanted = need(batch, "teacher_scores"), batch.teacher_candidates
-    scores, mask = batch.scores(similarity), _candidate_mask(batch)
+    scores, mask = batch.scores(similarity), candidate_mask(batch)
     check_choice("batch.teacher_candidates", wanted, ("own", "batch", None))
     columns, size = {"all": scores.shape[1]}, len(scores)
     if batch.negative is not None:
@@ -90,15 +90,7 @@ def own_candidates(x: Tensor, batch: SpladeBatch) -> Tensor:
     return torch.cat([x.diagonal()[:, None], others], dim=1)
 
 
-def own_mask(batch: SpladeBatch) -> Tensor | None:
-    """Return ``candidate_mask`` of each anchor's own negatives, 0 in a row without a positive."""
-    if (mask := _candidate_mask(batch)) is None:
-        return None
-    own = own_candidates(mask, batch)
-    return own[:, :1] & own[:, 1:]
-
-
-def _candidate_mask(batch: SpladeBatch) -> Tensor | None:
+def candidate_mask(batch: SpladeBatch) -> Tensor | None:
     """Return ``candidate_mask`` of this rank's candidates; with ``gather`` it has all ranks'."""
     if (mask := batch.candidate_mask) is None:
         return None
@@ -111,6 +103,6 @@ def _candidate_mask(batch: SpladeBatch) -> Tensor | None:
     mask = as_mask("batch.candidate_mask", mask)
     if ranks == 1:
         return mask
-    positives, others = mask.split(sections, 1)
+    positives, others = torch.split(mask, sections, 1)
     others = others.chunk(ranks, 1)[rank()] if len(shape) == 2 and shape[0] else others
     return torch.cat([positives.chunk(ranks, 1)[rank()], others], 1)

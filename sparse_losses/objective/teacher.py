@@ -66,19 +66,15 @@ class BM25Teacher(nn.Module):
 
     def forward(self, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
         """Return the scores of every query with every document."""
-        tensors = [texts[n] for texts in (query, document) for n in ("input_ids", "attention_mask")]
+        ids, mask = "input_ids", "attention_mask"
         return bm25_scores(
-            *tensors,
-            self.idf.to(tensors[0].device),
+            *(query[ids], query[mask], document[ids], document[mask]),
+            self.idf.to(query[ids].device),
             mean_length=self.mean_length,
             k1=self.k1,
             b=self.b,
             ignore_token_ids=self.special_token_ids,
         )
-
-    def extra_repr(self) -> str:
-        """Return V and the numbers of the formula."""
-        return f"V={len(self.idf)}, mean_length={self.mean_length:.4g}, k1={self.k1}, b={self.b}"
 
 
 def score_candidates(

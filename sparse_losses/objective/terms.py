@@ -27,7 +27,7 @@ from sparse_losses.losses.ranknet import RankNetLoss
 from sparse_losses.losses.self_reconstruction import SelfReconstructionLoss
 from sparse_losses.losses.triplet_margin import TripletMarginLoss
 from sparse_losses.objective.batch import Similarity, SpladeBatch, Texts, need, score
-from sparse_losses.objective.scores import own_mask, taught, told_scores
+from sparse_losses.objective.scores import candidate_mask, own_candidates, taught, told_scores
 
 Side = Literal["query", "document"]  # anchors, or positives and negatives
 Loss: TypeAlias = nn.Module | None  # None is the package's loss with its defaults
@@ -93,9 +93,11 @@ def triplet_margin(loss: Loss = None) -> Term:
 
 
 def _triplet_margin(term: Any, batch: SpladeBatch) -> Any:
-    negative, mask = need(batch, "negative").activations, own_mask(batch)
-    if mask is not None and negative.ndim == 2:
-        negative = negative[:, None]
+    negative, mask = need(batch, "negative").activations, candidate_mask(batch)
+    if mask is not None:
+        own = own_candidates(mask, batch)
+        mask = own[:, :1] & own[:, 1:]  # no margin without the positive
+        negative = negative[:, None] if negative.ndim == 2 else negative
     vectors = batch.anchor.activations, batch.positive.activations, negative
     return term.call(batch, *vectors, candidate_mask=mask)
 
