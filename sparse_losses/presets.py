@@ -130,11 +130,8 @@ class Preset:
             hide_stopwords: whether to hide them from InfoNCE and FLOPS.
             gather: whether the terms use the texts of all ranks.
         """
-        if missing := self.missing():
-            raise ValueError(
-                f"expected all numbers of {self.name}, got None for {', '.join(missing)}: set "
-                f"{self.name}.replace({', '.join(f'{name}=...' for name in missing)})"
-            )
+        if missing := ", ".join(f"{name}=..." for name in self.missing()):
+            raise ValueError(f"expected numbers for {self.name}.replace({missing}), got None")
         special, made = {"special_token_ids": special_token_ids}, {}
         told: dict[str, Any] = {**vars(self), **special}
         told["stopword_ids"] = stopword_ids if hide_stopwords else ()
@@ -178,8 +175,7 @@ class Preset:
             check_integer("steps", steps, minimum=1)
             warmups[term] = Warmup(max(1, round(self.warmup[term] * (steps or 0))), "quadratic")
         if curriculum is not None:
-            check_integer("steps_per_epoch", steps_per_epoch, minimum=1)
-            curriculum = Curriculum(curriculum.phases, steps_per_epoch or 1)
+            curriculum = Curriculum(curriculum.phases, steps_per_epoch)  # type: ignore[arg-type]
         return [TrainingSchedule(objective, curriculum, warmups=warmups)]
 
 
@@ -193,10 +189,10 @@ def _split(term: str) -> tuple[list[str], str]:
 # method="shift", training, and `calibrate` with `target_active`.
 RECOMMENDED = Preset(
     name="RECOMMENDED",
-    weights={"info_nce": 1.0},
-    temperature=1.0,  # the encoder learns the scale of dot products
+    weights={"info_nce": 1.0},  # row "bert cosine": recall@10 .628, with a small FLOPS weight .580
+    temperature=1.0,  # row "pretrained SPLADE": of dot products, whose scale the encoder learns
     similarity="dot",
-    start_active=256,
+    start_active=256,  # row "dense MiniLM, tied head"; from scratch a quarter of the vocabulary
     target_active=64,
 )
 

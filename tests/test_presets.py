@@ -132,7 +132,7 @@ def test_what_an_objective_needs_and_hides():
     preset = RECOMMENDED.replace(weights={"query_flops": 0.1}, warmup={"query_flops": 0.25})
     objective = preset.objective()
     for wrong, message in (
-        (V22.objective, r"V22, got None for temp.*V22.replace\(temperature="),
+        (V22.objective, r"numbers for V22.replace\(temperature=\.\.\., margin"),
         (V26.objective, "V26 weighs FLOPS by token and needs `idf`"),
         (lambda: V28.objective(idf=IDF), "`allowed_token_ids`"),
         (lambda: V26.schedules(V26.objective(idf=IDF)), "`steps_per_epoch`"),

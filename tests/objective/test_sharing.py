@@ -12,7 +12,6 @@ from sparse_losses.functional import info_nce_from_scores
 from sparse_losses.objective import batch as batches
 from sparse_losses.objective import terms
 from tests.objective.making import CALLS, ON_SCORES, V, alone, batch, objective
-from tests.strategies import draw
 
 # Another value than the default for every hyperparameter of the losses.
 OTHER = {
@@ -175,26 +174,3 @@ def test_info_nce_has_the_same_gradient_when_it_shares_the_scores(negative, mask
         results.append([total.detach(), *torch.autograd.grad(total, leaves)])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
-
-
-def by_formula(query, *keys, similarity):
-    rows = [query, *keys]
-    if similarity == "cosine":
-        rows = [x / x.square().sum(-1, keepdim=True).sqrt() for x in rows]
-    names = ("qd,kd->qk" if key.ndim == 2 else "qd,qkd->qk" for key in rows[1:])
-    products = zip(names, rows[1:], strict=True)
-    return torch.cat([torch.einsum(name, rows[0], key) for name, key in products], dim=1)
-
-
-@pytest.mark.parametrize("similarity", ["dot", "cosine"])
-@pytest.mark.parametrize("negative", [(), (3, 4), (5, 3, 4)])
-def test_scores_and_their_derivatives_are_those_of_the_formula(similarity, negative):
-    shapes = [(5, 4), (7, 4), *([negative] if negative else [])]
-    leaves = [draw(i, *shape).requires_grad_() for i, shape in enumerate(shapes)]
-    results = []
-    for function in (batches.score, by_formula):
-        scores = function(*leaves, similarity=similarity)
-        first = torch.autograd.grad(scores.square().sum(), leaves, create_graph=True)
-        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
-        results.append([scores, *first, *second])
-    torch.testing.assert_close(*results)
