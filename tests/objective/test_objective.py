@@ -177,12 +177,9 @@ def test_logits_reach_self_reconstruction_and_min_activation_alone():
     names = ("query_self_reconstruction", "query_min_activation", "query_flops")
     values = objective(dict.fromkeys(names, 1))(b).terms
     x, ids, mask, logits = b.anchor
-    expected = (
-        F.self_reconstruction_loss(logits, ids, mask),
-        F.min_activation_loss(logits, mask.sum(1)),
-    )
-    expected = dict(zip(names, (*expected, F.flops_loss(x)), strict=True))
-    torch.testing.assert_close(values, expected)
+    on_logits = F.self_reconstruction_loss(logits, ids, mask)
+    expected = on_logits, F.min_activation_loss(logits, mask.sum(1)), F.flops_loss(x)
+    torch.testing.assert_close(values, dict(zip(names, expected, strict=True)))
 
 
 @pytest.mark.parametrize("negative", [None, "shared", "own"])

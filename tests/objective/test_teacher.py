@@ -11,6 +11,7 @@ from sparse_losses.objective.teacher import score_candidates
 
 V, CLS, SEP, PAD = 40, 0, 1, 2
 SPECIAL = [CLS, SEP, PAD]
+MARK = {"input_ids": torch.tensor([[CLS]]), "attention_mask": torch.ones(1, 1)}
 
 
 def column(*rows, length=7):
@@ -71,18 +72,13 @@ def test_bm25_teacher_is_no_part_of_what_is_saved_or_learned():
         ({"special_token_ids": [0.5]}, TypeError, "`special_token_ids` to be integers"),
         ({"b": 1.5}, ValueError, r"`b` in \[0, 1\], got 1.5"),
         ({"document_frequency": DocumentFrequency(V)}, ValueError, "at least one document"),
+        ({"document_frequency": counted(MARK)}, ValueError, "`mean_length` .* > 0, got 0.0"),
     ],
 )
 def test_wrong_settings_are_errors(options, error, message):
+    known = {"document_frequency": counted(column(3)), "special_token_ids": SPECIAL}
     with pytest.raises(error, match=message):
-        BM25Teacher(**{"document_frequency": counted(column(3)), **options})
-
-
-def test_documents_of_special_tokens_alone_are_an_error():
-    counts = DocumentFrequency(V)
-    counts.update(torch.tensor([[3]]), torch.ones(1, 1))
-    with pytest.raises(ValueError, match=r"`mean_length` to be a finite number > 0, got 0.0"):
-        BM25Teacher(counts, special_token_ids=[3])
+        BM25Teacher(**{**known, **options})
 
 
 def test_scores_are_detached_and_have_the_shape_of_queries_and_documents():
