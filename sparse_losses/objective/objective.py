@@ -1,6 +1,5 @@
 """The weighted sum of many losses over one batch."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -84,7 +83,9 @@ class SpladeObjective(nn.Module):
         if not weighted:  # the sum is 0 and must be part of the graph
             x = batch.anchor.activations
             weighted = [x[:0].sum(dtype=compute_dtype(activations=x))]
-        total = functools.reduce(torch.add, weighted)
+        total = weighted[0]
+        for value in weighted[1:]:
+            total = total + value
         return ObjectiveOutput(total, {name: value.detach() for name, value in values.items()})
 
     def values(self, batch: SpladeBatch) -> dict[str, Tensor]:

@@ -143,11 +143,10 @@ def _context(term: Any, batch: SpladeBatch) -> Any:
 
 
 def _scaled(term: Any, batch: SpladeBatch, student: Tensor, teacher: Tensor) -> Any:
-    scales = [term.score_scale, term.teacher_scale]
-    scales[1] = term.score_scale if term.teacher_scale is None else term.teacher_scale
-    for name, scale in zip(("score_scale", "teacher_scale"), scales, strict=True):
-        check_number(name, scale, minimum=0.0, exclusive=True)
-    return term.call(batch, scales[0] * student, scales[1] * teacher.to(student.dtype))
+    teacher_scale = term.score_scale if term.teacher_scale is None else term.teacher_scale
+    check_number("score_scale", term.score_scale, minimum=0.0, exclusive=True)
+    check_number("teacher_scale", teacher_scale, minimum=0.0, exclusive=True)
+    return term.call(batch, term.score_scale * student, teacher_scale * teacher.to(student.dtype))
 
 
 def margin_mse(loss: Loss = None, *, similarity: Similarity = "cosine") -> Term:
