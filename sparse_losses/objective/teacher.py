@@ -67,6 +67,9 @@ class BM25Teacher(nn.Module):
     def forward(self, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
         """Return the scores of every query with every document."""
         ids, mask = "input_ids", "attention_mask"
+        for name, texts in (("query", query), ("document", document)):
+            if texts.get(ids) is None:  # `SpladeLoss` does not pass tokens on
+                raise TypeError(f"expected `{name}` as a dict of the tensors {ids} and {mask}")
         return bm25_scores(
             *(query[ids], query[mask], document[ids], document[mask]),
             self.idf.to(query[ids].device),
@@ -94,24 +97,21 @@ def score_candidates(
     return torch.cat([scores, others], 1)
 
 
-def _scores(teacher: Teacher, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
-    is_bi_encoder = hasattr(teacher, "encode_query")
-    output = _similarities(teacher, query, document) if is_bi_encoder else teacher(query, document)
+def _scores(teacher: Any, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
+    if not hasattr(teacher, "encode_query"):
+        output = teacher(query, document)
+    elif query.get("texts") is None or document.get("texts") is None:
+        raise ValueError(
+            "expected columns of texts for a bi-encoder as `teacher`, got token ids alone (in a "
+            "trainer of sentence-transformers, `keep_texts(trainer)` hands on the texts)"
+        )
+    else:
+        options = {"convert_to_tensor": True, "show_progress_bar": False}
+        queries = teacher.encode_query(query["texts"], **options)
+        documents = teacher.encode_document(document["texts"], **options)
+        output = teacher.similarity(queries, documents).float().to(query["input_ids"].device)
     scores = torch.as_tensor(output).detach()
     expected = [len(query["input_ids"]), len(document["input_ids"])]
     if (shape := list(scores.shape)) != expected:
         raise ValueError(f"expected the teacher's scores as {expected}, got {shape}")
     return scores
-
-
-def _similarities(teacher: Any, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
-    """Return the scores by a ``SentenceTransformer`` or ``SparseEncoder``, which reads texts."""
-    if query.get("texts") is None or document.get("texts") is None:
-        raise ValueError(
-            "expected columns of texts for a bi-encoder as `teacher`, got token ids alone (in a "
-            "trainer of sentence-transformers, `keep_texts(trainer)` hands on the texts)"
-        )
-    options = {"convert_to_tensor": True, "show_progress_bar": False}
-    queries = teacher.encode_query(query["texts"], **options)
-    scores = teacher.similarity(queries, teacher.encode_document(document["texts"], **options))
-    return scores.float().to(query["input_ids"].device)  # type: ignore[no-any-return]

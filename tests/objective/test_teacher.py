@@ -84,3 +84,8 @@ def test_wrong_settings_are_errors(options, error, message):
 def test_scores_are_detached_and_have_the_shape_of_queries_and_documents():
     learned = torch.ones(3, 3, requires_grad=True)
     assert not score_candidates(lambda *_: learned * 2, column(3), column(3)).requires_grad
+
+
+def test_texts_without_tokens_are_an_error():
+    with pytest.raises(TypeError, match="`document` as a dict of the tensors input_ids and"):
+        BM25Teacher(counted(column(5)))(column(2), {"input_ids": None})
