@@ -313,10 +313,8 @@ def test_wrong_terms_are_errors(pair, message):
 
 
 def test_a_raw_tensor_is_an_error_that_names_the_texts():
-    made = objective({"info_nce": 1.0})
-    for call in (made, lambda x: F.gradient_report(made, x)):
-        with pytest.raises(TypeError, match=r"to be a SpladeBatch\(Texts\(activations, .*Tensor"):
-            call(RAW)
+    with pytest.raises(TypeError, match=r"to be a SpladeBatch\(Texts\(activations, .*Tensor"):
+        objective({"info_nce": 1.0})(RAW)
 
 
 @pytest.mark.parametrize(

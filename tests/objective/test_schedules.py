@@ -106,8 +106,7 @@ def test_a_term_that_was_set_to_0_stays_off_in_every_phase():
 
 def test_a_phase_may_postpone_a_term_and_needs_no_info_nce():
     made = objective({"query_flops": 0.1, "query_min_activation": 1.0})
-    phases = Curriculum([Phase(1, 0.1, weights={"query_flops": 0.0}), Phase(9)])
-    schedule = Schedule(made, phases)
+    schedule = Schedule(made, Curriculum([Phase(1, 0.1, weights={"query_flops": 0.0}), Phase(9)]))
     assert made.active() == ["query_min_activation"]
     schedule.step()
     assert made.weights["query_flops"] == 0.1
