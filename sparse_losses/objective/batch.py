@@ -10,7 +10,6 @@ from torch import Tensor
 from sparse_losses._core.checks import check_choice, check_shapes
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.similarity import normalize
-from sparse_losses.distributed import gather_rows
 from sparse_losses.objective.teacher import Teacher, score_candidates
 
 Similarity = Literal["cosine", "dot"]
@@ -49,10 +48,9 @@ class Texts(NamedTuple):
             if (one is None) != (two is None):
                 raise ValueError(f"expected `{name}` of both texts that are joined, or of neither")
             if one is not None and two is not None:
-                if name in ("input_ids", "attention_mask") and one.shape[-1] != two.shape[-1]:
-                    longest = max(one.shape[-1], two.shape[-1])
-                    one, two = (nnf.pad(x, (0, longest - x.shape[-1])) for x in (one, two))
-                one = torch.cat([one, two])
+                longest = max(one.shape[-1], two.shape[-1])
+                pads = ((x, longest - x.shape[-1]) for x in (one, two))
+                one = torch.cat([nnf.pad(x, (0, n)) if n else x for x, n in pads])
             fields.append(one)
         return Texts(*fields)
 
@@ -97,24 +95,23 @@ class SpladeBatch(NamedTuple):
 
     def texts(self, side: str) -> Texts:
         """Return the anchors for ``"query"``, positives and then negatives for ``"document"``."""
-        negative, memory = self.negative, {} if self.memory is None else self.memory
-        if side == "query" or negative is None:
+        if side == "query" or self.negative is None:
             return self.anchor if side == "query" else self.positive
+        memory = {} if self.memory is None else self.memory
         if "documents" not in memory:  # a copy
-            flat = negative.flatten() if negative.activations.ndim == 3 else negative
-            memory["documents"] = self.positive.join(flat)
+            memory["documents"] = self.positive.join(self.negative.flatten())
         return memory["documents"]  # type: ignore[no-any-return]
 
-    def scores(self, similarity: Similarity = "cosine", *, gather: bool = False) -> Tensor:
+    def scores(self, similarity: Similarity = "cosine") -> Tensor:
         """Return each anchor's scores with all positives, then the negatives: ``[B, B + N]``.
 
-        With ``gather`` these are of all ranks. The terms of one call compute them once.
+        They are those of this rank. The terms of one call compute them once.
         """
         memory = {} if self.memory is None else self.memory
-        if (key := (similarity, gather)) not in memory:
-            x, *documents = (texts.activations for texts in self[:3] if texts is not None)
-            memory[key] = score(x, *documents, similarity=similarity, gather=gather)
-        return memory[key]  # type: ignore[no-any-return]
+        if similarity not in memory:
+            vectors = (texts.activations for texts in self[:3] if texts is not None)
+            memory[similarity] = score(*vectors, similarity=similarity)
+        return memory[similarity]  # type: ignore[no-any-return]
 
     @classmethod
     def from_columns(
@@ -162,71 +159,61 @@ def _tokens(encoder: Any, side: str, column: Any) -> Mapping[str, Any]:
     """Return ids, mask and texts of a column of texts; a column of tokens as it is."""
     if isinstance(column, Mapping):
         return column
-    if not hasattr(encoder, "tokenize"):
-        raise TypeError(f"expected `encoder.tokenize` for the texts of {side!r}, got {encoder!r}")
     rows = [row if isinstance(row, (list, tuple)) else [row] for row in column]
     texts = [text for row in rows for text in row]
     if len({*map(len, rows)}) != 1 or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"expected {side!r} to be texts, as many in every row, got {column!r}")
-    tokens = {name: encoder.tokenize(texts)[name] for name in ("input_ids", "attention_mask")}
-    if isinstance(column[0], (list, tuple)):
-        tokens = {name: x.unflatten(0, (len(rows), -1)) for name, x in tokens.items()}
-    return {**tokens, "texts": texts}
+    tokens = encoder.tokenize(texts)
+    shape = (len(rows), -1) if isinstance(column[0], (list, tuple)) else (len(rows),)
+    names = ("input_ids", "attention_mask")
+    return {"texts": texts, **{name: tokens[name].unflatten(0, shape) for name in names}}
 
 
-def score(query: Tensor, *keys: Tensor, similarity: Similarity, gather: bool = False) -> Tensor:
-    """Return scores ``[B, C]`` of queries with keys ``[K, V]`` and their own keys ``[B, N, V]``.
+def score(query: Tensor, *keys: Tensor, similarity: Similarity) -> Tensor:
+    """Return scores ``[B, C]`` of queries with keys ``[K, V]``, or their own ``[B, N, V]``.
 
-    With ``gather`` the former are those of all ranks.
+    Without keys they are those of the queries with one another.
     """
     check_choice("similarity", similarity, ("cosine", "dot"))
     check_shapes(query=(query, "B V"))  # which is dense
     dtype = compute_dtype(query=query, **{f"key {i}": key for i, key in enumerate(keys)})
-    rows = [x.to(dtype) for x in (query, *(key for key in keys if key is not query))]
-    rows = [normalize(x) for x in rows] if similarity == "cosine" else rows
-    scores = []
-    for key in rows[1:] or rows:
-        every = gather_rows(key, gather and key.ndim == 2)
-        one = rows[0] @ every.T if key.ndim == 2 else torch.einsum("bv,bnv->bn", rows[0], every)
-        scores.append(one)
-    return scores[0] if len(scores) == 1 else torch.cat(scores, 1)
+    rows = [x.to(dtype) for x in (query, *keys)]
+    query, *others = [normalize(x) for x in rows] if similarity == "cosine" else rows
+    parts = [
+        query @ key.T if key.ndim == 2 else torch.einsum("bv,bnv->bn", query, key)
+        for key in others or [query]
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def check_batch(batch: object) -> None:
-    """Raise unless an objective received a ``SpladeBatch`` whose tensors belong together."""
-    expected = "SpladeBatch(Texts(activations, ...), Texts(activations, ...))"
+def check_batch(batch: object) -> dict[str, Tensor]:
+    """Return a batch's tensors by name; raise unless they belong together."""
     if not isinstance(batch, SpladeBatch):
-        kind = type(batch).__name__
-        raise TypeError(f"expected `batch` to be a SpladeBatch, {expected}, got {kind}")
+        expected = "SpladeBatch(Texts(activations, ...), Texts(activations, ...))"
+        raise TypeError(f"expected `batch` to be a {expected}, got {type(batch).__name__}")
     shapes: dict[str, tuple[Tensor | None, str]] = {}
     for side, texts, rows, length in zip(batch._fields[:3], batch[:3], "BBN", "STU", strict=True):
-        if side == "negative" and getattr(getattr(texts, "activations", None), "ndim", 0) == 3:
-            rows = "B N"
-        if isinstance(texts, Texts):
-            columns = "V, csr", f"{length}, optional", f"{length}, optional", "V, optional"
-            for name, x, column in zip(Texts._fields, texts, columns, strict=True):
-                shapes[f"{side}.{name}"] = x, f"{rows} {column}"
-        elif texts is not None or side != "negative":
+        if texts is None and side == "negative":
+            continue
+        if not isinstance(texts, Texts):
             kind = type(texts).__name__
-            raise TypeError(f"expected `batch.{side}` to be Texts, {expected}, got {kind}")
+            raise TypeError(f"expected `batch.{side}` to be Texts(activations, ...), got {kind}")
+        if side == "negative" and getattr(texts.activations, "ndim", 2) == 3:
+            rows = "B N"
+        tokens = f"{length}, optional"
+        columns = ("V, csr", tokens, tokens, "V, optional")
+        for name, x, column in zip(Texts._fields, texts, columns, strict=True):
+            shapes[f"{side}.{name}"] = x, f"{rows} {column}"
     shapes["positive_ids"] = batch.positive_ids, "B, optional"
-    for letter, name in zip(
-        "CAK", ("teacher_scores", "teacher_anchor_scores", "candidate_mask"), strict=True
-    ):
-        shapes[name] = getattr(batch, name), f"B {letter}, optional"
+    shapes["teacher_scores"] = batch.teacher_scores, "B C, optional"
+    shapes["teacher_anchor_scores"] = batch.teacher_anchor_scores, "B A, optional"
+    shapes["candidate_mask"] = batch.candidate_mask, "B K, optional"
     check_shapes(**shapes)
-    if (ids := batch.positive_ids) is not None and (
-        ids.is_floating_point() or ids.dtype == torch.bool
-    ):
-        raise TypeError(f"expected `positive_ids` to be integers, got {ids.dtype}")
+    return {name: x for name, (x, _) in shapes.items() if x is not None}
 
 
 def need(part: Any, name: str, whose: str = "batch") -> Any:
     """Return a field that must be there."""
-    sources = {
-        "teacher_scores": ": BM25Teacher computes them; or leave the term out",
-        "teacher_anchor_scores": ": from_columns(score_anchors=True) computes them",
-    }
     if (value := getattr(part, name)) is None:
-        raise ValueError(f"expected `{whose}.{name}`, got None{sources.get(name, '')}")
+        raise ValueError(f"expected `{whose}.{name}`, got None")
     return value

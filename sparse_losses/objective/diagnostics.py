@@ -15,12 +15,7 @@ from sparse_losses._core.token_ids import (
     first_occurrences,
     id_mask,
 )
-from sparse_losses.distributed import (
-    agree_across_ranks,
-    maximum_over_ranks,
-    num_ranks,
-    sum_over_ranks,
-)
+from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ranks
 from sparse_losses.objective.batch import Texts
 
 NUMBERS = 11  # that a batch adds beside those by token
@@ -51,15 +46,14 @@ class Diagnostics:
 
     - ``active_dimensions``: mean number per text, over the texts that have any.
     - ``dead_rows``, ``dense_rows``: shares of texts without active dimensions, and with more than a
-      quarter of the vocabulary; a text with a NaN is neither.
+      quarter of the vocabulary.
     - ``longest_list``: the largest share of the texts that activate one token.
     - ``special_share``, ``stopword_share``, ``foreign_share``: shares of the active entries;
       ``..._top``: of each text's ``top_k`` largest. Foreign tokens are neither allowed nor special.
     - ``input_recall``, ``other_side_recall``: shares of the tokens of a text, and of its positive
       or its query, that it activates, without special ones.
-    - ``training_mode``: share of the texts that a model in training mode has encoded. Dropout adds
-      to the maxima over positions, so that such counts can be many times those of evaluation mode,
-      which an index has.
+    - ``training_mode``: share of the texts that a model in training mode has encoded: dropout makes
+      counts that are many times those of evaluation mode, which an index has.
 
     The report leaves out numbers whose inputs are missing. The state is a few numbers per token.
 
@@ -86,24 +80,22 @@ class Diagnostics:
         check_integer("top_k", top_k, minimum=1)
         self.vocab_size, self.top_k = vocab_size, min(top_k, vocab_size)
         where = vocab_size, torch.device("cpu")
-        none = torch.zeros(vocab_size, dtype=torch.bool)
         special = id_mask("special_token_ids", special_token_ids, *where)
         stopword = id_mask("stopword_ids", stopword_ids, *where)
-        foreign = id_mask("allowed_token_ids", allowed_token_ids, *where)
+        allowed = id_mask("allowed_token_ids", allowed_token_ids, *where)
+        none = torch.zeros(vocab_size, dtype=torch.bool)
         self._special = none if special is None else special  # moved to the activations' device
-        if foreign is not None:
-            foreign = ~(foreign | self._special)
+        foreign = None if allowed is None else ~(allowed | self._special)
         groups = {"special": special, "stopword": stopword, "foreign": foreign}
         self._groups = {name: mask for name, mask in groups.items() if mask is not None}
-        self._content = ~(self._special if stopword is None else stopword | self._special)
         self._agree = False  # all ranks, on the size of their vocabularies
         self.reset()
 
     def reset(self) -> None:
         """Reset the state to that of a new object."""
-        # Sums by token, [3 V]: activations, texts that have it active, texts that have it on top;
-        # then the `NUMBERS` of `update`. Extremes: minus the smallest number, the largest.
-        self._state: tuple[Tensor, Tensor] | None = None
+        # By token, [3 V]: activations, texts that have it active, texts that have it on top. Then
+        # the `NUMBERS` of `update`.
+        self._sums: Tensor | None = None
 
     @torch.no_grad()
     def update(
@@ -124,8 +116,7 @@ class Diagnostics:
             training: ``model.training`` of the encoder, for ``training_mode``.
         """
         if isinstance(activations, Texts):
-            texts = activations.flatten() if activations.activations.ndim == 3 else activations
-            activations, input_ids, attention_mask, _ = texts
+            activations, input_ids, attention_mask, _ = activations.flatten()
         others = (None, None) if other_side is None else other_side[1:3]
         size = check_shapes(
             activations=(activations, "B V"),
@@ -137,59 +128,50 @@ class Diagnostics:
         if size["V"] != self.vocab_size:
             expected, received = [size["B"], self.vocab_size], list(activations.shape)
             raise ValueError(f"expected `activations` [B, V] = {expected}, got {received}")
-        if size["B"] == 0:
-            return
         x, wide = activations.detach(), widest_dtype(activations.device)
-        is_active, zero = x > 0, torch.zeros((), device=x.device, dtype=wide)
         values, index = x.topk(self.top_k, dim=1)  # a NaN is larger than any number
-        is_on_top = values > 0
+        is_active, is_on_top = x > 0, values > 0
         top = torch.zeros(self.vocab_size, device=x.device, dtype=wide)
         top.index_add_(0, index.flatten(), is_on_top.flatten().to(wide))
-        is_live = is_on_top[:, 0]
+        # A row with a NaN is neither live nor dead.
+        is_live, is_dead = is_on_top[:, 0], values[:, 0] <= 0
         count = is_active.sum(1) * is_live
-        rows = count.new_full((), len(x))
-        is_dead, is_dense = values[:, 0] <= 0, count > self.vocab_size / 4
-        numbers = [rows, is_live.sum(), count.sum(), is_dead.sum(), is_dense.sum()]
+        one, none = torch.ones_like(count), torch.zeros_like(count)
+        by_text = [one, is_live, count, is_dead, count > self.vocab_size / 4]
         for tokens in ((input_ids, attention_mask), others):
-            numbers += self._recall(x, *tokens, zero)
-        numbers += [rows if training else zero, zero if training is None else rows]
-        # `relu` keeps a NaN. A row with one is neither live nor dead.
+            by_text += self._recall(x, *tokens) or (none, none)
+        by_text += [one if training else none, none if training is None else one]
+        # `relu` keeps a NaN.
         columns = x.relu().sum(0, dtype=wide), is_active.sum(0, dtype=wide), top
-        sums = torch.cat([*columns, torch.stack(numbers).to(wide)])
-        live = torch.where(is_live, count, self.vocab_size)
-        extremes = torch.stack([-live.amin(), count.amax()])
-        if self._state is not None:  # out of place: the state may come from inference mode
-            sums, extremes = sums + self._state[0], torch.maximum(extremes, self._state[1])
-        self._state = sums, extremes
+        sums = torch.cat([*columns, torch.stack(by_text).sum(1, dtype=wide)])
+        # Out of place: the state may come from inference mode.
+        self._sums = sums if self._sums is None else sums + self._sums
 
     def _recall(
-        self, x: Tensor, ids: Tensor | None, mask: Tensor | None, zero: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the sum over texts of the share of tokens that are active, and the text count."""
+        self, x: Tensor, ids: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the share of each text's tokens that are active, and whether it has any."""
         if ids is None or mask is None:
-            return zero, zero
+            return None
         attended = as_mask("attention_mask", mask)
         ids = attended_ids("input_ids", ids, attended, self.vocab_size)
-        if self._special.device != ids.device:
-            self._special = self._special.to(ids.device)  # kept, as the copy waits
+        self._special = self._special.to(ids.device)  # kept, as the first copy waits
         ids, counts = first_occurrences(ids, attended & ~self._special[ids])
         hits, total = ((x.gather(1, ids) > 0) & counts).sum(1), counts.sum(1)
-        return (hits / total.clamp(min=1)).to(zero).sum(), (total > 0).sum().to(zero)
+        return hits / total.clamp(min=1), total > 0
 
     def all_reduce(self) -> "Diagnostics":
         """Sum the state over all ranks, each of which must call it, once before a ``reset``."""
-        if num_ranks() == 1:
-            return self
-        if self._state is None:
-            nccl = torch.distributed.get_backend() == "nccl"  # NCCL cannot send CPU tensors
-            device = torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu"
-            sums = torch.zeros(3 * self.vocab_size + NUMBERS, device=device, dtype=torch.float64)
-            self._state = sums, torch.tensor([-self.vocab_size, 0], device=device)
-        sums, extremes = self._state
-        if not self._agree:  # which waits for the device
-            agree_across_ranks("Diagnostics.all_reduce", True, sums, V=self.vocab_size)
-            self._agree = True
-        self._state = sum_over_ranks(sums), maximum_over_ranks(extremes)
+        if num_ranks() > 1:
+            if self._sums is None:
+                nccl = torch.distributed.get_backend() == "nccl"  # it cannot send CPU tensors
+                device = torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu"
+                size = 3 * self.vocab_size + NUMBERS
+                self._sums = torch.zeros(size, device=device, dtype=torch.float64)
+            if not self._agree:  # which waits for the device
+                agree_across_ranks("Diagnostics.all_reduce", True, self._sums, V=self.vocab_size)
+                self._agree = True
+            self._sums = sum_over_ranks(self._sums)
         return self
 
     def report(self) -> Report:
@@ -198,23 +180,19 @@ class Diagnostics:
 
     def report_later(self) -> HostCopy[Report]:
         """Start copying the numbers to the host; ``.read()`` does not wait some steps later."""
-        if self._state is None:
-            return HostCopy(torch.empty(0), lambda _: Report())
-        sums, extremes = self._state
-        return HostCopy(torch.cat([sums, extremes.to(sums.dtype)]), self._report)
+        empty = torch.zeros(3 * self.vocab_size + NUMBERS)
+        return HostCopy(empty if self._sums is None else self._sums, self._report)
 
     def _report(self, values: Tensor) -> Report:
         summed, texts, top = values[: 3 * self.vocab_size].view(3, -1)
         rows, live, active, dead, dense, *pairs = values[3 * self.vocab_size :].tolist()
         if rows == 0:
             return Report()
-        none = 0.0 if dead == rows else math.nan  # without a live row: all dead, or some NaN
+        without = 0.0 if dead == rows else math.nan  # no live row: all are dead, or some have a NaN
         share, entropy = texts / rows, torch.special.entr(summed / summed.sum()).sum().item()
         report = Report(
             texts=rows,
-            active_dimensions=active / live if live else none,
-            smallest=-pairs[-2] if live else none,
-            largest=pairs[-1] if live else none,
+            active_dimensions=active / live if live else without,
             dead_rows=dead / rows,
             dense_rows=dense / rows,
             mean_activation=_ratio(summed.sum(), texts.sum()),
@@ -228,11 +206,11 @@ class Diagnostics:
             report[f"{name}_share"] = _ratio(texts[group].sum(), texts.sum())
             report[f"{name}_top"] = _ratio(top[group].sum(), top.sum())
         if (stopword := self._groups.get("stopword")) is not None:
-            masks = self._content, stopword
+            masks = ~(stopword | self._special.cpu()), stopword
             content, common = (_ratio(summed[mask].sum(), texts[mask].sum()) for mask in masks)
             report |= {"semantic_ratio": content / common} if common != 0 else {}
         names = ("input_recall", "other_side_recall", "training_mode")
-        for name, part, whole in zip(names, pairs[0::2], pairs[1::2], strict=False):
+        for name, part, whole in zip(names, pairs[0::2], pairs[1::2], strict=True):
             report |= {name: part / whole} if whole else {}
         return report
 
@@ -246,9 +224,9 @@ class Diagnostics:
 
     def _largest_shares(self, which: int, k: int) -> dict[int, float]:
         check_integer("k", k, minimum=1)
-        if self._state is None:
+        if self._sums is None:
             return {}
-        sums = self._state[0].cpu()
+        sums = self._sums.cpu()
         counts, texts = sums[: 3 * self.vocab_size].view(3, -1)[which], sums[3 * self.vocab_size]
         share, ids = (counts / texts).sort(descending=True, stable=True)
         largest = zip(ids[:k].tolist(), share[:k].tolist(), strict=True)

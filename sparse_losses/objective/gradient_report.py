@@ -2,14 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparse_losses._core.precision import compute_dtype, widest_dtype
-from sparse_losses.objective.batch import SpladeBatch, Texts, check_batch
+from sparse_losses.objective.batch import SpladeBatch, check_batch
 from sparse_losses.objective.objective import SpladeObjective
 
 
@@ -59,23 +58,21 @@ def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> GradientR
         ['info_nce']
     """
     check_batch(batch)
+    sides: list[Any] = []
     leaves: list[Tensor] = []
-
-    def leaf(x: Tensor) -> Tensor:
-        leaves.append(x.detach().to(compute_dtype(activations=x)).requires_grad_())
-        return leaves[-1]
-
-    def leaf_texts(texts: Texts) -> Texts:
-        if texts.logits is None:
-            return texts._replace(activations=leaf(texts.activations))
-        # The batch's activations, with the gradient of log1p(relu(logits)): one leaf for both.
-        logits = leaf(texts.logits)
-        slope = logits.relu().log1p()
-        activations = texts.activations.detach() + (slope - slope.detach())
-        return texts._replace(activations=activations, logits=logits)
-
     with torch.enable_grad():
-        sides: Any = [None if texts is None else leaf_texts(texts) for texts in batch[:3]]
+        for texts in batch[:3]:
+            if texts is None:
+                sides.append(None)
+                continue
+            x = texts.activations if texts.logits is None else texts.logits
+            leaves.append(leaf := x.detach().to(compute_dtype(x=x)).requires_grad_())
+            if texts.logits is None:
+                sides.append(texts._replace(activations=leaf))
+            else:  # the batch's activations, with the gradient of log1p(relu(logits))
+                slope = leaf.relu().log1p()
+                activations = texts.activations.detach() + (slope - slope.detach())
+                sides.append(texts._replace(activations=activations, logits=leaf))
         values = objective.values(SpladeBatch(*sides, *batch[3:8]))  # type: ignore[call-arg]
         weighted = [objective.weights[name] * value for name, value in values.items()]
     gradients = [
@@ -84,24 +81,16 @@ def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> GradientR
         else [torch.zeros_like(leaf) for leaf in leaves]
         for term in weighted
     ]
-    products = _products(gradients)
+    wide, size = widest_dtype(leaves[0].device), len(gradients)
+    total = torch.zeros(size, size, dtype=wide, device=leaves[0].device)
+    for by_leaf in zip(*gradients, strict=True):
+        for piece in zip(*(x.flatten().split(1 << 18) for x in by_leaf), strict=True):
+            rows = torch.stack(piece).to(wide)  # a piece, because fp64 takes twice the memory
+            total += rows @ rows.T
+    products: list[list[float]] = total.tolist()
     norms = {name: math.sqrt(products[row][row]) for row, name in enumerate(values)}
     pairs = itertools.combinations(enumerate(values), 2)
     cosines = {
         (a, b): products[i][j] / (norms[a] * norms[b] or math.inf) for (i, a), (j, b) in pairs
     }
     return GradientReport(norms, cosines)
-
-
-def _products(gradients: Sequence[Sequence[Tensor]]) -> list[list[float]]:
-    """Return the dot products of all pairs of gradients, in fp64, a piece at a time."""
-    if not gradients:
-        return []
-    device = gradients[0][0].device
-    total = torch.zeros(len(gradients), len(gradients), dtype=widest_dtype(device), device=device)
-    for tensors in zip(*gradients, strict=True):
-        for pieces in zip(*(x.flatten().split(1 << 18) for x in tensors), strict=True):
-            rows = torch.stack(pieces).to(total.dtype)
-            total += rows @ rows.T
-    products: list[list[float]] = total.tolist()
-    return products

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_flag, check_number
+from sparse_losses._core.checks import check_learnable, check_shapes
 from sparse_losses._core.loss import shown
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses.distributed import agree_across_ranks, refuse_across_ranks, skip_size_check
-from sparse_losses.objective.batch import SpladeBatch, Texts, check_batch
-from sparse_losses.objective.terms import Function
+from sparse_losses.objective.batch import SpladeBatch, check_batch
+from sparse_losses.objective.terms import Term
 
 
 class ObjectiveOutput(NamedTuple):
@@ -35,8 +35,8 @@ class SpladeObjective(nn.Module):
         terms: by name the weight $\lambda$, a number or a 0-d tensor, and the term $\ell$, a module
             or function of the batch that returns a 0-d tensor: ``sparse_losses.objective.terms``
             has builders. A term of weight 0 is not called.
-        gather: whether the package's terms use the texts of all ranks. Teacher scores are then of
-            all ranks' candidates, ``[B, W B + W N]``, or of this rank's alone, ``[B, B + N]``.
+        gather: whether the package's terms use the texts of all ranks. A teacher scores this
+            rank's own candidates, and ``candidate_mask`` is of all ranks': ``[B, W B + W N]``.
 
     ``weights`` holds $\lambda$ by name and may be changed between steps, ``terms`` the modules:
     ``objective.terms["info_nce"].loss.temperature``.
@@ -64,57 +64,47 @@ class SpladeObjective(nn.Module):
         gather: bool = False,
     ) -> None:
         super().__init__()
-        check_flag(gather=gather)
         self.gather, self.terms = gather, nn.ModuleDict()
         self.weights: dict[str, float | Tensor] = {}
-        for name, pair in terms.items():
-            if not (isinstance(pair, tuple) and len(pair) == 2 and callable(pair[1])):
-                raise TypeError(f"expected the term {name!r} as (weight, function), got {pair!r}")
-            self.weights[name], function = pair
-            self.terms[name] = function if isinstance(function, nn.Module) else Function(function)
+        for name, (self.weights[name], function) in terms.items():
+            self.terms[name] = function if isinstance(function, nn.Module) else Term(function)
         self.active()
 
     def active(self) -> list[str]:
         """Return the names of the terms that are called: their weight is not 0, or a tensor."""
         for name, weight in self.weights.items():
-            if name not in self.terms:
-                raise ValueError(f"expected weights of the terms {[*self.terms]}, got {name!r}")
-            if not isinstance(weight, Tensor):
-                check_number(f"weights[{name!r}]", weight)
-            elif weight.ndim:
-                raise ValueError(f"expected weights[{name!r}] to be 0-d, got {list(weight.shape)}")
+            check_learnable(f"weights[{name!r}]", weight, positive=False)
         return [name for name, w in self.weights.items() if isinstance(w, Tensor) or w != 0]
 
     def forward(self, batch: SpladeBatch) -> ObjectiveOutput:
         """Return the weighted sum and the value of every active term."""
-        values, total = self.values(batch), None
-        for name, value in values.items():
-            weight = self.weights[name]
-            if total is None:
-                total = weight * value
-            elif isinstance(weight, Tensor) or torch.compiler.is_compiling():
-                total = total + weight * value
-            else:  # one operation; a compiler would compile `alpha` as a constant
-                total = torch.add(total, value, alpha=weight)
-        if total is None:  # without terms the sum is 0 and must be part of the graph
+        values = self.values(batch)
+        weighted = [self.weights[name] * value for name, value in values.items()]
+        if not weighted:  # the sum is 0 and must be part of the graph
             x = batch.anchor.activations
-            total = x.flatten()[:0].to(compute_dtype(activations=x)).sum()
+            weighted = [x[:0].sum(dtype=compute_dtype(activations=x))]
+        total = weighted[0]
+        for value in weighted[1:]:
+            total = total + value
         return ObjectiveOutput(total, {name: value.detach() for name, value in values.items()})
 
     def values(self, batch: SpladeBatch) -> dict[str, Tensor]:
         """Return the active terms, without their weights, each with its graph."""
         try:
-            active = self.active()
-            check_batch(batch)
+            active, tensors = self.active(), check_batch(batch)
         except (TypeError, ValueError) as error:
-            tensors = _named(batch).values()
-            refuse_across_ranks("SpladeObjective", self.gather, tensors, error)
+            parts = batch if isinstance(batch, tuple) else (batch,)
+            leaves = [x for part in parts for x in (part if isinstance(part, tuple) else (part,))]
+            refuse_across_ranks("SpladeObjective", self.gather, leaves, error)
             raise
-        is_compared = self.gather is not False and self._agree_across_ranks(active, batch)
+        is_compared = (
+            self.gather is not False
+            and not torch.compiler.is_compiling()  # a number may be symbolic there
+            and self._agree_across_ranks(active, tensors)
+        )
         batch = SpladeBatch(*batch[:8], gather=self.gather, memory={})
-        late = [
-            name for name in active if getattr(self.terms[name], "uses_scores_of_others", False)
-        ]
+        # Terms that can use the scores of others come after them.
+        late = [n for n in active if getattr(self.terms[n], "uses_scores_of_others", False)]
         values: dict[str, Tensor] = {}
         with (
             autocast_off(batch.anchor.activations.device),
@@ -123,41 +113,24 @@ class SpladeObjective(nn.Module):
             for name in [*(name for name in active if name not in late), *late]:
                 try:
                     values[name] = value = self.terms[name](batch)
-                    if getattr(value, "ndim", None) != 0:
-                        got = getattr(value, "shape", value)
-                        raise TypeError(f"expected a 0-d tensor, got {got}")
+                    check_shapes(value=(value, ""))  # 0-d
                 except (TypeError, ValueError) as error:
                     error.args = (f"the term {name!r}: {error}",)
                     raise
         return {name: values[name] for name in active}
 
-    def _agree_across_ranks(self, active: Sequence[str], batch: SpladeBatch) -> bool:
+    def _agree_across_ranks(self, active: Sequence[str], tensors: Mapping[str, Tensor]) -> bool:
         """Return whether ranks were compared; raise unless all have the same terms and sizes."""
-        tensors, values = _named(batch), {}
-        if not torch.compiler.is_compiling():  # a number may be symbolic there
-            values = dict(zip("BV", map(str, batch.anchor.activations.shape), strict=True))
-            for name, x in tensors.items():
-                shape = list(x.shape[: -1 if name.endswith(("input_ids", "_mask")) else None])
-                values[f"`{name}`"] = f"{'real' if x.is_floating_point() else 'integer'} {shape}"
-            for name in active:
-                values[f"weights[{name!r}]"] = shown(self.weights[name])
-                values[f"term {name!r}"] = repr(self.terms[name])
+        values = dict(zip("BV", map(str, tensors["anchor.activations"].shape), strict=True))
+        for name, x in tensors.items():  # the padded length may differ
+            shape = list(x.shape[: -1 if name.endswith(("input_ids", "_mask")) else None])
+            values[f"`{name}`"] = f"{'real' if x.is_floating_point() else 'integer'} {shape}"
+        for name in active:
+            values[f"weights[{name!r}]"] = shown(self.weights[name])
+            values[f"term {name!r}"] = repr(self.terms[name])
         call = f"SpladeObjective of {', '.join(active)}"
-        is_compared = agree_across_ranks(call, self.gather, *tensors.values(), **values)
-        return is_compared and not torch.compiler.is_compiling()
+        return agree_across_ranks(call, self.gather, *tensors.values(), **values)
 
     def extra_repr(self) -> str:
         """Return the weights."""
         return f"weights={self.weights}, gather={self.gather}"
-
-
-def _named(batch: object) -> dict[str, Tensor]:
-    """Return the tensors of a batch by name."""
-    if not isinstance(batch, SpladeBatch):
-        return {}
-    named: dict[str, object] = dict(zip(SpladeBatch._fields, batch, strict=True))
-    for side, part in zip(SpladeBatch._fields, batch, strict=True):
-        if isinstance(part, Texts):
-            for field, x in zip(Texts._fields, part, strict=True):
-                named[f"{side}.{field}"] = x
-    return {name: x for name, x in named.items() if isinstance(x, Tensor)}

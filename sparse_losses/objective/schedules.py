@@ -105,8 +105,8 @@ class TrainingSchedule:
             raise ValueError(f"expected warm-ups of terms with a weight, a number, got {wrong}")
         phases = curriculum.phases if curriculum else ()
         self._names = on & {*self.warmups, *(name for phase in phases for name in phase.weights)}
-        terms = objective.terms
-        self._ranking: Any = terms["info_nce"].loss if "info_nce" in terms else None
+        ranking: Any = getattr(objective.terms, "info_nce", None)
+        self._ranking = getattr(ranking, "loss", None)
         self._temperature = getattr(self._ranking, "temperature", None)
         self._phase: Phase | None = None
         self._apply()
@@ -139,22 +139,20 @@ class TrainingSchedule:
         return {"steps_taken": self.steps_taken, **learned}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go to the step of a state and set its weights, by this schedule's phases and warm-ups."""
-        if not isinstance(state, Mapping) or {*state} - {"temperature"} != {"steps_taken"}:
-            raise ValueError(f"expected the state of a TrainingSchedule, got {state!r}")
-        check_integer("steps_taken", state["steps_taken"], minimum=0)
+        """Continue after the steps of a state, by this schedule's phases and warm-ups."""
         self.steps_taken = int(state["steps_taken"])
         self._apply()
         if isinstance(self._temperature, Tensor) and "temperature" in state:  # learned since
             self._temperature.detach().fill_(state["temperature"])
 
     def _apply(self) -> None:
-        phase = None if self.curriculum is None else self.curriculum(self.steps_taken)
-        now = {**self.base, **(phase.weights if phase else {})}
-        factors = {name: warmup(self.steps_taken) for name, warmup in self.warmups.items()}
+        step = self.steps_taken
+        phase = Phase(0) if self.curriculum is None else self.curriculum(step)
+        now = {**self.base, **phase.weights}
+        factors = {name: warmup(step) for name, warmup in self.warmups.items()}
         self._set = {name: factors.get(name, 1.0) * now[name] for name in self._names}
         self.objective.weights.update(self._set)
-        if phase is not None and phase != self._phase and self._ranking is not None:
+        if phase != self._phase and self._ranking is not None:
             if not isinstance(self._temperature, Tensor):
                 self._ranking.temperature = phase.temperature or self._temperature
             elif phase.temperature is not None:

@@ -24,20 +24,18 @@ def told_scores(loss: nn.Module, batch: SpladeBatch) -> dict[str, Any] | None:
     They are None if no term has computed the scores, or if nothing equals it: every hyperparameter
     that it does not know, but the similarity, must be at its default, and no other code may run.
     """
-    hooks = loss._forward_hooks or loss._forward_pre_hooks
-    hooks = hooks or loss._backward_hooks or loss._backward_pre_hooks
-    if type(loss) is not InfoNCELoss or hooks or "forward" in loss.__dict__ or batch.gather:
+    if type(loss) is not InfoNCELoss or loss._forward_hooks or loss._forward_pre_hooks:
         return None
     settings = loss.hyperparameters()
     similarity = settings.pop("similarity")
+    if batch.gather or similarity not in (batch.memory or {}):
+        return None
     told = {name: value for name, value in settings.items() if name in FROM_SCORES}
     for name, value in settings.items():
         is_tensor = isinstance(value, Tensor)  # which no default is
         if name not in told and (is_tensor or value != DEFAULTS.get(name, loss)):
             return None
-    if (similarity, False) not in (batch.memory or {}):
-        return None
-    scores, ids, mask = batch.scores(similarity), batch.positive_ids, _candidate_mask(batch)
+    scores, ids, mask = batch.scores(similarity), batch.positive_ids, candidate_mask(batch)
     own = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
     if ids is not None:
         no_duplicate = nnf.pad(ids[:, None] != ids, (0, scores.shape[1] - len(ids)), value=True)
@@ -45,27 +43,27 @@ def told_scores(loss: nn.Module, batch: SpladeBatch) -> dict[str, Any] | None:
     return {"scores": scores, "positive_mask": own, "candidate_mask": mask, **told}
 
 
-def taught(batch: SpladeBatch, similarity: Similarity) -> tuple[Tensor, Tensor, str]:
+def taught(
+    batch: SpladeBatch, similarity: Similarity, *, own: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return the scores ``[B, C]`` of the candidates that a teacher scored, and the teacher's.
 
-    A candidate that is left out has ``-inf`` as the teacher's. Then it says which they are:
-    ``"all"``, the ``"positives"``, or each anchor's ``"own"``.
+    A candidate that is left out has ``-inf`` as the teacher's. With ``own`` the candidates are the
+    positive and the anchor's own negatives.
     """
-    teacher = need(batch, "teacher_scores")
-    gather = batch.gather and teacher.shape[1] == _width(batch, num_ranks())
-    scores, mask = batch.scores(similarity, gather=gather), _candidate_mask(batch)
-    size, wanted, shapes = len(scores), batch.teacher_candidates, {"all": (*scores.shape,)}
+    teacher, wanted = need(batch, "teacher_scores"), batch.teacher_candidates
+    scores, mask = batch.scores(similarity), candidate_mask(batch)
     check_choice("batch.teacher_candidates", wanted, ("own", "batch", None))
-    if (negative := batch.negative) is not None:
-        if not gather:
-            shapes["positives"] = size, size
-        if len(own := negative.activations) == size:
-            shapes["own"] = size, 1 + (own.shape[1] if own.ndim == 3 else 1)
+    columns, size = {"all": scores.shape[1]}, len(scores)
+    if batch.negative is not None:
+        shape = batch.negative.activations.shape
+        columns |= {} if own else {"positives": size}
+        columns |= {"own": 1 + (shape[1] if len(shape) == 3 else 1)} if shape[0] == size else {}
     if wanted is not None:
-        shapes = {name: x for name, x in shapes.items() if (name == "own") == (wanted == "own")}
-    fitting = [name for name, shape in shapes.items() if shape == teacher.shape]
+        columns = {name: n for name, n in columns.items() if (name == "own") == (wanted == "own")}
+    fitting = [name for name, number in columns.items() if number == teacher.shape[1]]
     if fitting in ([], ["positives", "own"]):
-        either = " or ".join(f"{list(shape)} ({name})" for name, shape in shapes.items())
+        either = " or ".join(f"[{size}, {number}] ({name})" for name, number in columns.items())
         raise ValueError(
             f"expected `batch.teacher_scores` of shape {either or '[B, 1 + N] (own)'}, and `batch."
             f'teacher_candidates` to be "batch" or "own" where two fit, got {list(teacher.shape)} '
@@ -73,57 +71,38 @@ def taught(batch: SpladeBatch, similarity: Similarity) -> tuple[Tensor, Tensor, 
         )
 
     def select(x: Tensor) -> Tensor:
-        if fitting[0] == "own":
-            return own_candidates(x, batch)
-        return x if fitting[0] == "all" else x[:, :size]
+        return own_candidates(x, batch) if fitting[0] == "own" else x[:, : teacher.shape[1]]
 
-    teacher = teacher.to(scores.dtype)
+    teacher, student = teacher.to(scores.dtype), select(scores)
     if mask is not None:
-        mask = mask if mask.shape == scores.shape else _of_this_rank(mask, batch)
         teacher = teacher.masked_fill(~select(mask), -torch.inf)
-    return select(scores), teacher, fitting[0]
+    if own and fitting[0] == "all":
+        student, teacher = own_candidates(student, batch), own_candidates(teacher, batch)
+    return student, teacher
 
 
 def own_candidates(x: Tensor, batch: SpladeBatch) -> Tensor:
-    """Select the positive and the anchor's own negatives, ``[B, 1 + N]``, of ``x [B, C]``."""
+    """Select the positive and the anchor's own negatives, ``[B, 1 + N]``, of ``x [B, B + N]``."""
     negative, size = need(batch, "negative").activations, len(x)
     if negative.ndim == 2 and len(negative) != size:
         raise ValueError(f"expected each anchor's own negatives, got {list(negative.shape)}")
-    ranks = 1 if x.shape[1] == _width(batch, 1) else num_ranks()
-    first = rank() * size if ranks > 1 else 0
-    others = x[:, ranks * size :]
-    others = others if negative.ndim == 3 else others[:, first:].diagonal()[:, None]
-    return torch.cat([x[:, first:].diagonal()[:, None], others], dim=1)
+    others = x[:, size:] if negative.ndim == 3 else x[:, size:].diagonal()[:, None]
+    return torch.cat([x.diagonal()[:, None], others], dim=1)
 
 
-def own_mask(batch: SpladeBatch) -> Tensor | None:
-    """Return ``candidate_mask`` of each anchor's own negatives, 0 in a row without a positive."""
-    if (mask := _candidate_mask(batch)) is None:
-        return None
-    own = own_candidates(mask, batch)
-    return own[:, :1] & own[:, 1:]
-
-
-def _width(batch: SpladeBatch, ranks: int) -> int:
-    """Return the number of an anchor's candidates."""
-    shape = (0, 0) if batch.negative is None else batch.negative.activations.shape
-    return ranks * len(batch.anchor.activations) + shape[-2] * (ranks if len(shape) == 2 else 1)
-
-
-def _candidate_mask(batch: SpladeBatch) -> Tensor | None:
+def candidate_mask(batch: SpladeBatch) -> Tensor | None:
+    """Return ``candidate_mask`` of this rank's candidates; with ``gather`` it has all ranks'."""
     if (mask := batch.candidate_mask) is None:
         return None
-    expected = [len(mask), _width(batch, num_ranks() if batch.gather else 1)]
-    if (received := list(mask.shape)) != expected:
-        shape = "`batch.candidate_mask` of shape [B, B + N]"
-        raise ValueError(f"expected {shape} = {expected}, got {received}")
-    return as_mask("batch.candidate_mask", mask)
-
-
-def _of_this_rank(mask: Tensor, batch: SpladeBatch) -> Tensor:
-    """Select the columns of this rank's candidates from those of all ranks."""
-    size, ranks = len(mask), num_ranks()
-    positives, others = mask[:, : ranks * size], mask[:, ranks * size :]
-    if batch.negative is not None and batch.negative.activations.ndim == 2:
-        others = others.chunk(ranks, dim=1)[rank()]
-    return torch.cat([positives.chunk(ranks, dim=1)[rank()], others], dim=1)
+    size, ranks = len(mask), num_ranks() if batch.gather else 1
+    shape = (0, 0) if batch.negative is None else batch.negative.activations.shape
+    sections = [ranks * size, shape[-2] * (ranks if len(shape) == 2 else 1)]
+    if mask.shape[1] != sum(sections):
+        expected = f"`batch.candidate_mask` of shape [B, B + N] = {[size, sum(sections)]}"
+        raise ValueError(f"expected {expected}, got {list(mask.shape)}")
+    mask = as_mask("batch.candidate_mask", mask)
+    if ranks == 1:
+        return mask
+    positives, others = torch.split(mask, sections, 1)
+    others = others.chunk(ranks, 1)[rank()] if len(shape) == 2 and shape[0] else others
+    return torch.cat([positives.chunk(ranks, 1)[rank()], others], 1)

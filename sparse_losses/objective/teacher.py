@@ -22,11 +22,10 @@ class BM25Teacher(nn.Module):
     length of a document excludes the special tokens, each counted once per document.
 
     Args:
-        document_frequency: Counts of the corpus' documents, on the encoder's own tokens.
-        special_token_ids: Tokens that have no score and do not count in a length, such as
-            ``tokenizer.all_special_ids``.
-        k1: As in ``bm25_scores``.
-        b: As in ``bm25_scores``.
+        document_frequency: counts of the corpus' documents, on the encoder's own tokens.
+        special_token_ids: tokens without a score or a length: ``tokenizer.all_special_ids``.
+        k1: as in ``bm25_scores``.
+        b: as in ``bm25_scores``.
 
     Shape:
         - Input: two mappings with ``input_ids`` and ``attention_mask``, ``[Q, S]`` of the queries,
@@ -57,9 +56,8 @@ class BM25Teacher(nn.Module):
     ) -> None:
         super().__init__()
         counts = document_frequency
-        is_special = id_mask(
-            "special_token_ids", special_token_ids, counts.vocab_size, torch.device("cpu")
-        )
+        where = counts.vocab_size, torch.device("cpu")
+        is_special = id_mask("special_token_ids", special_token_ids, *where)
         self.special_token_ids = [] if is_special is None else is_special.nonzero()[:, 0].tolist()
         special = int(counts.df[self.special_token_ids].sum())
         self.mean_length = counts.mean_length - special / counts.num_documents
@@ -69,25 +67,18 @@ class BM25Teacher(nn.Module):
 
     def forward(self, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
         """Return the scores of every query with every document."""
+        ids, mask = "input_ids", "attention_mask"
         for name, texts in (("query", query), ("document", document)):
-            if not isinstance(texts, Mapping) or not isinstance(texts.get("input_ids"), Tensor):
-                tensors = "the tensors input_ids and attention_mask"
-                raise TypeError(f"expected `{name}` as a dict of {tensors}, got {texts!r}")
+            if texts.get(ids) is None:  # `SpladeLoss` does not pass tokens on
+                raise TypeError(f"expected `{name}` as a dict of the tensors {ids} and {mask}")
         return bm25_scores(
-            query["input_ids"],
-            query["attention_mask"],
-            document["input_ids"],
-            document["attention_mask"],
-            self.idf.to(query["input_ids"].device),
+            *(query[ids], query[mask], document[ids], document[mask]),
+            self.idf.to(query[ids].device),
             mean_length=self.mean_length,
             k1=self.k1,
             b=self.b,
             ignore_token_ids=self.special_token_ids,
         )
-
-    def extra_repr(self) -> str:
-        """Return V and the numbers of the formula."""
-        return f"V={len(self.idf)}, mean_length={self.mean_length:.4g}, k1={self.k1}, b={self.b}"
 
 
 def score_candidates(
@@ -107,29 +98,21 @@ def score_candidates(
     return torch.cat([scores, others], 1)
 
 
-def _scores(teacher: Teacher, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
-    is_bi_encoder = hasattr(teacher, "encode_query")
-    output = _similarities(teacher, query, document) if is_bi_encoder else teacher(query, document)
-    try:
-        scores = torch.as_tensor(output).detach()
-    except (TypeError, ValueError, RuntimeError):  # PyTorch's errors do not name the teacher
-        kind = type(output).__name__
-        raise TypeError(f"expected the teacher to return a tensor of scores, got {kind}") from None
-    expected = [len(query["input_ids"]), len(document["input_ids"])]
-    if (shape := list(scores.shape)) != expected:
-        raise ValueError(f"expected the teacher's scores as {expected}, got {shape}")
-    return scores
-
-
-def _similarities(teacher: Any, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
-    """Return the scores by a ``SentenceTransformer`` or ``SparseEncoder``, which reads texts."""
-    if query.get("texts") is None or document.get("texts") is None:
+def _scores(teacher: Any, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
+    if not hasattr(teacher, "encode_query"):
+        output = teacher(query, document)
+    elif query.get("texts") is None or document.get("texts") is None:
         raise ValueError(
             "expected columns of texts for a bi-encoder as `teacher`, got token ids alone (in a "
             "trainer of sentence-transformers, `keep_texts(trainer)` hands on the texts)"
         )
-    options = {"convert_to_tensor": True, "show_progress_bar": False}
-    queries = teacher.encode_query(query["texts"], **options)
-    documents = teacher.encode_document(document["texts"], **options)
-    scores: Tensor = teacher.similarity(queries, documents)
-    return scores.float().to(query["input_ids"].device)
+    else:
+        options = {"convert_to_tensor": True, "show_progress_bar": False}
+        queries = teacher.encode_query(query["texts"], **options)
+        documents = teacher.encode_document(document["texts"], **options)
+        output = teacher.similarity(queries, documents).float().to(query["input_ids"].device)
+    scores = torch.as_tensor(output).detach()
+    expected = [len(query["input_ids"]), len(document["input_ids"])]
+    if (shape := list(scores.shape)) != expected:
+        raise ValueError(f"expected the teacher's scores as {expected}, got {shape}")
+    return scores

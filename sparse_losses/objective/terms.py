@@ -10,7 +10,6 @@ a module, whose parameters the objective then has::
     objective = SpladeObjective({"info_nce": (1.0, terms.info_nce()), "hinge": (0.5, hinge)})
 """
 
-from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -28,35 +27,23 @@ from sparse_losses.losses.ranknet import RankNetLoss
 from sparse_losses.losses.self_reconstruction import SelfReconstructionLoss
 from sparse_losses.losses.triplet_margin import TripletMarginLoss
 from sparse_losses.objective.batch import Similarity, SpladeBatch, Texts, need, score
-from sparse_losses.objective.scores import own_candidates, own_mask, taught, told_scores
+from sparse_losses.objective.scores import candidate_mask, own_candidates, taught, told_scores
 
 Side = Literal["query", "document"]  # anchors, or positives and negatives
 Loss: TypeAlias = nn.Module | None  # None is the package's loss with its defaults
 
 
-class Function(nn.Module):
-    """A function of the batch as a module."""
-
-    def __init__(self, function: Callable[[SpladeBatch], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, batch: SpladeBatch) -> Tensor:
-        """Return the function's value."""
-        return self.function(batch)
-
-
 class Term(nn.Module):
-    """A loss and what it gets of a batch: ``compute(term, batch)`` passes it to ``term.call``.
+    """A loss and what it gets of a batch, ``compute(term, batch)``; or a function of a batch.
 
     The settings are attributes, which may be assigned between steps.
     """
 
     token_ids: Tensor
 
-    def __init__(self, loss: nn.Module, compute: Any, ids: Any = (), **settings: Any) -> None:
+    def __init__(self, compute: Any, loss: Loss = None, ids: Any = (), **settings: Any) -> None:
         super().__init__()
-        if not isinstance(loss, nn.Module) or getattr(loss, "reduction", "mean") == "none":
+        if not isinstance(loss, nn.Module | None):
             raise TypeError(f"expected a loss, a module that returns one number, got {loss!r}")
         check_choice("side", settings.get("side", "query"), ("query", "document"))
         self.loss, self.compute, self.settings = loss, compute, (*settings,)
@@ -67,15 +54,15 @@ class Term(nn.Module):
         self.register_buffer("token_ids", known, persistent=False)
 
     def forward(self, batch: SpladeBatch) -> Tensor:
-        """Return the loss of what it gets of a batch."""
-        return self.compute(self, batch)  # type: ignore[no-any-return]
+        """Return the loss of what it gets of a batch, or the function's value."""
+        return self.compute(batch) if self.loss is None else self.compute(self, batch)  # type: ignore[no-any-return]
 
     def call(self, batch: SpladeBatch, *tensors: Tensor | None, **masks: Tensor | None) -> Tensor:
         """Call the loss, of all ranks' texts if the batch says so; a mask may be None."""
         options: dict[str, Any] = {name: mask for name, mask in masks.items() if mask is not None}
         if batch.gather:
             options["gather"] = True
-        return self.loss(*tensors, **options)  # type: ignore[no-any-return]
+        return self.loss(*tensors, **options)  # type: ignore[no-any-return,misc]
 
     def shown(self, activations: Tensor) -> Tensor:
         """Return activations that are 0 at ``token_ids``."""
@@ -89,7 +76,7 @@ class Term(nn.Module):
 
 def info_nce(loss: Loss = None, *, stopword_ids: TokenIds = ()) -> Term:
     """InfoNCE of the vectors without stopwords, or of scores that another term has computed."""
-    return Term(loss or InfoNCELoss(), _info_nce, stopword_ids)
+    return Term(_info_nce, loss or InfoNCELoss(), stopword_ids)
 
 
 def _info_nce(term: Any, batch: SpladeBatch) -> Any:
@@ -102,13 +89,15 @@ def _info_nce(term: Any, batch: SpladeBatch) -> Any:
 
 def triplet_margin(loss: Loss = None) -> Term:
     """The margin to each anchor's own negatives: ``[B, N, V]``, or ``[B, V]`` for one."""
-    return Term(loss or TripletMarginLoss(), _triplet_margin)
+    return Term(_triplet_margin, loss or TripletMarginLoss())
 
 
 def _triplet_margin(term: Any, batch: SpladeBatch) -> Any:
-    negative, mask = need(batch, "negative").activations, own_mask(batch)
-    if mask is not None and negative.ndim == 2:
-        negative = negative[:, None]
+    negative, mask = need(batch, "negative").activations, candidate_mask(batch)
+    if mask is not None:
+        own = own_candidates(mask, batch)
+        mask = own[:, :1] & own[:, 1:]  # no margin without the positive
+        negative = negative[:, None] if negative.ndim == 2 else negative
     vectors = batch.anchor.activations, batch.positive.activations, negative
     return term.call(batch, *vectors, candidate_mask=mask)
 
@@ -126,7 +115,7 @@ def distillation(
     ``teacher_scale`` is by default ``score_scale``.
     """
     scales = {"score_scale": score_scale, "teacher_scale": teacher_scale}
-    return Term(loss or DistillationLoss(), _taught, similarity=similarity, **scales)
+    return Term(_taught, loss or DistillationLoss(), similarity=similarity, **scales)
 
 
 def ranknet(
@@ -134,67 +123,50 @@ def ranknet(
 ) -> Term:
     """RankNet of ``score_scale`` times the scores for the order of the teacher's."""
     scales = {"score_scale": score_scale, "teacher_scale": 1.0}
-    return Term(loss or RankNetLoss(), _taught, similarity=similarity, **scales)
+    return Term(_taught, loss or RankNetLoss(), similarity=similarity, **scales)
+
+
+def context_distillation(loss: Loss = None, **options: Any) -> Term:
+    """Distillation of the anchors' scores with one another; the options are ``distillation``'s."""
+    term = distillation(loss, **options)
+    term.compute = _context
+    return term
 
 
 def _taught(term: Any, batch: SpladeBatch) -> Any:
-    student, teacher, _ = taught(batch, term.similarity)
-    return term.call(batch, *_scaled(term, student, teacher))
-
-
-def context_distillation(
-    loss: Loss = None,
-    *,
-    score_scale: float = 1.0,
-    teacher_scale: float | None = None,
-    similarity: Similarity = "cosine",
-) -> Term:
-    """Distillation of the anchors' scores with one another, as ``distillation``."""
-    scales = {"score_scale": score_scale, "teacher_scale": teacher_scale}
-    return Term(loss or DistillationLoss(), _context, similarity=similarity, **scales)
+    return _scaled(term, batch, *taught(batch, term.similarity))
 
 
 def _context(term: Any, batch: SpladeBatch) -> Any:
-    x, teacher = batch.anchor.activations, need(batch, "teacher_anchor_scores")
-    gather = batch.gather and teacher.shape[1] != len(x)
-    scores = score(x, x, similarity=term.similarity, gather=gather)
-    return term.call(batch, *_scaled(term, scores, teacher))
+    student = score(batch.anchor.activations, similarity=term.similarity)
+    return _scaled(term, batch, student, need(batch, "teacher_anchor_scores"))
 
 
-def _scaled(term: Any, student: Tensor, teacher: Tensor) -> list[Tensor]:
-    scales = {"score_scale": term.score_scale, "teacher_scale": term.teacher_scale}
-    if term.teacher_scale is None:
-        scales["teacher_scale"] = term.score_scale
-    for name, scale in scales.items():
-        check_number(name, scale, minimum=0.0, exclusive=True)
-    pairs = zip((student, teacher.to(student.dtype)), scales.values(), strict=True)
-    return [x if scale == 1.0 else scale * x for x, scale in pairs]
+def _scaled(term: Any, batch: SpladeBatch, student: Tensor, teacher: Tensor) -> Any:
+    teacher_scale = term.score_scale if term.teacher_scale is None else term.teacher_scale
+    check_number("score_scale", term.score_scale, minimum=0.0, exclusive=True)
+    check_number("teacher_scale", teacher_scale, minimum=0.0, exclusive=True)
+    return term.call(batch, term.score_scale * student, teacher_scale * teacher.to(student.dtype))
 
 
 def margin_mse(loss: Loss = None, *, similarity: Similarity = "cosine") -> Term:
     """MarginMSE of the positive and each anchor's own negatives, the mean over these."""
-    return Term(loss or MarginMSELoss(), _margin_mse, similarity=similarity)
+    return Term(_margin_mse, loss or MarginMSELoss(), similarity=similarity)
 
 
 def _margin_mse(term: Any, batch: SpladeBatch) -> Any:
-    need(batch, "negative")
-    *both, scored = taught(batch, term.similarity)
-    if scored == "positives":
-        received = list(need(batch, "teacher_scores").shape)
-        raise ValueError(f"expected `batch.teacher_scores` of negatives too, got {received}")
-    own = [own_candidates(x, batch) if scored == "all" else x for x in both]
-    sides = (x for scores in own for x in (scores[:, 0], scores[:, 1:]))
-    return term.call(batch, *sides)
+    pair = taught(batch, term.similarity, own=True)
+    return term.call(batch, *(x for scores in pair for x in (scores[:, 0], scores[:, 1:])))
 
 
 def flops(side: Side, loss: Loss = None, *, stopword_ids: TokenIds = ()) -> Term:
     """FLOPS (``FlopsLoss`` or ``IdfFlopsLoss``) of one side, without stopwords."""
-    return Term(loss or FlopsLoss(), _activations, stopword_ids, side=side)
+    return Term(_activations, loss or FlopsLoss(), stopword_ids, side=side)
 
 
 def language_penalty(side: Side, loss: nn.Module) -> Term:
     """The language penalty of one side; the loss has your allowed tokens."""
-    return Term(loss, _activations, side=side)
+    return Term(_activations, loss, side=side)
 
 
 def _activations(term: Any, batch: SpladeBatch) -> Any:
@@ -203,7 +175,7 @@ def _activations(term: Any, batch: SpladeBatch) -> Any:
 
 def min_activation(side: Side, loss: Loss = None, *, special_token_ids: TokenIds = ()) -> Term:
     """Minimum activation of one side: of no more activations than a text's own tokens, if known."""
-    return Term(loss or MinActivationLoss(), _min_activation, special_token_ids, side=side)
+    return Term(_min_activation, loss or MinActivationLoss(), special_token_ids, side=side)
 
 
 def _min_activation(term: Any, batch: SpladeBatch) -> Any:
@@ -219,7 +191,7 @@ def _min_activation(term: Any, batch: SpladeBatch) -> Any:
 def self_reconstruction(side: Side, loss: Loss = None, *, special_token_ids: TokenIds = ()) -> Term:
     """Self-reconstruction of one side; the default loss ignores special tokens."""
     made = loss or SelfReconstructionLoss(ignore_token_ids=special_token_ids)
-    return Term(made, _self_reconstruction, side=side)
+    return Term(_self_reconstruction, made, side=side)
 
 
 def _self_reconstruction(term: Any, batch: SpladeBatch) -> Any:
@@ -230,7 +202,7 @@ def _self_reconstruction(term: Any, batch: SpladeBatch) -> Any:
 def positive_activation(side: Side, loss: Loss = None, *, special_token_ids: TokenIds = ()) -> Term:
     """A side's activations of its partner's tokens; the default loss ignores special tokens."""
     made = loss or PositiveActivationLoss(ignore_token_ids=special_token_ids)
-    return Term(made, _positive_activation, side=side)
+    return Term(_positive_activation, made, side=side)
 
 
 def _positive_activation(term: Any, batch: SpladeBatch) -> Any:

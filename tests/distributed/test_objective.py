@@ -40,22 +40,11 @@ OBJECTIVES = {
         {},
     ),
 }
-# Negatives, and whose scores of the teacher's may stand beside them.
-FORMS = {
-    "none": ("all", "ranks"),
-    "shared": ("all", "ranks"),
-    "one": ("all", "ranks", "own"),
-    "own": ("all", "ranks", "own"),
-}
-
-
+# Negatives, and what the teacher scores: all candidates of the rank, or each anchor's own.
+FORMS = [("none", "ranks"), ("shared", "ranks"), ("one", "ranks"), ("own", "ranks")]
+FORMS += [("one", "own"), ("own", "own")]
 WORLD = 2
-CASES = [
-    (negative, teacher, options)
-    for negative, teachers in FORMS.items()
-    for teacher in teachers
-    for options in OBJECTIVES
-]
+CASES = [(*form, options) for form in FORMS for options in OBJECTIVES]
 
 
 def objective(options: str, negative: str, *, gather: bool) -> sl.SpladeObjective:
@@ -85,26 +74,25 @@ def whole(negative: str, teacher: str, options: str) -> sl.SpladeBatch:
     anchor, positive = texts(rows), texts(rows)
     shape = (rows, N) if negative == "own" else (size,)
     negatives = None if negative == "none" else texts(*shape)
-    scores = torch.randn(rows, rows + size, dtype=torch.float64)
-    scores[0, 0] = scores[-1, -1] = -torch.inf  # one positive and one negative less
-    own = torch.randn(rows, rows, dtype=torch.float64)
+    from_rank = torch.arange(rows) // B
+    alike = from_rank[:, None] == from_rank
+    anchors = torch.randn(rows, rows, dtype=torch.float64).masked_fill(~alike, -torch.inf)
     if teacher == "own":
         scores = torch.randn(rows, 2 if negative == "one" else 1 + N, dtype=torch.float64)
-        scores[0, 1] = scores[-1, 0] = -torch.inf
-    elif teacher == "ranks":  # the candidates of the other ranks are none
-        from_rank = torch.arange(rows) // B
-        alike = from_rank[:, None] == from_rank
-        own = own.masked_fill(~alike, -torch.inf)
+        scores[0, 1] = scores[-1, 0] = -torch.inf  # one negative and one positive less
+    else:  # the candidates of the other ranks are none
         columns = [alike]
         if negative == "own":
             columns.append(torch.ones(rows, N, dtype=torch.bool))
         elif size:
             columns.append(from_rank[:, None] == torch.arange(size) // (size // WORLD))
+        scores = torch.randn(rows, rows + size, dtype=torch.float64)
+        scores[0, 0] = scores[-1, -1] = -torch.inf
         scores = scores.masked_fill(~torch.cat(columns, 1), -torch.inf)
     ids = torch.arange(rows) % (rows - 2)  # two documents stand there twice
     theirs = "own" if teacher == "own" else None  # four by four is also the positives of a rank
     mask = torch.rand(rows, rows + size) < 0.8 if options == "masked" else None
-    return sl.SpladeBatch(anchor, positive, negatives, ids, scores, own, theirs, mask)
+    return sl.SpladeBatch(anchor, positive, negatives, ids, scores, anchors, theirs, mask)
 
 
 def share_of(x: torch.Tensor, rank: int) -> torch.Tensor:
@@ -116,10 +104,9 @@ def part(batch: sl.SpladeBatch, rank: int, negative: str, teacher: str) -> sl.Sp
     anchor, positive, negatives = (
         None if t is None else sl.Texts(*(mine(x) for x in t)) for t in batch[:3]
     )
-    scores, own = mine(batch.teacher_scores), mine(batch.teacher_anchor_scores)
+    scores, first = mine(batch.teacher_scores), rank * B
+    anchors = mine(batch.teacher_anchor_scores)[:, first : first + B]
     if teacher == "ranks":
-        first = rank * B
-        own = own[:, first : first + B]
         others = scores[:, WORLD * B :]
         if negative in ("shared", "one"):
             others = others[:, rank * others.shape[1] // WORLD :]
@@ -127,7 +114,7 @@ def part(batch: sl.SpladeBatch, rank: int, negative: str, teacher: str) -> sl.Sp
         scores = torch.cat([scores[:, first : first + B], others], 1)
     ids, theirs = mine(batch.positive_ids), batch.teacher_candidates
     mask = None if batch.candidate_mask is None else mine(batch.candidate_mask)
-    return sl.SpladeBatch(anchor, positive, negatives, ids, scores, own, theirs, mask)
+    return sl.SpladeBatch(anchor, positive, negatives, ids, scores, anchors, theirs, mask)
 
 
 def gradients(loss: sl.SpladeObjective, batch: sl.SpladeBatch):

@@ -11,13 +11,8 @@ from sparse_losses.objective import terms
 
 B, V, S, N = 5, 40, 6, 3
 ON_SCORES = ("distillation", "context_distillation", "margin_mse", "ranknet")
-ON_SIDES = (
-    "flops",
-    "min_activation",
-    "language_penalty",
-    "self_reconstruction",
-    "positive_activation",
-)
+ON_SIDES = ("flops", "min_activation", "language_penalty")
+ON_SIDES = (*ON_SIDES, "self_reconstruction", "positive_activation")
 BUILDERS = {name: getattr(terms, name) for name in ("info_nce", "triplet_margin", *ON_SCORES)}
 BUILDERS |= {
     f"{side}_{name}": functools.partial(getattr(terms, name), side)
@@ -34,7 +29,8 @@ def objective(weights, losses=None, *, vocab=V, gather=False, **settings):
     for name, weight in weights.items():
         build = BUILDERS[name]
         kind = name.removeprefix("query_").removeprefix("document_")
-        known = inspect.signature(build).parameters
+        signed = terms.distillation if name == "context_distillation" else build
+        known = inspect.signature(signed).parameters
         options = {key: value for key, value in settings.items() if key in known}
         if (loss := losses.get(name, losses.get(kind))) is not None:
             options["loss"] = loss

@@ -76,11 +76,6 @@ def test_wrong_columns_are_errors(splade, change, message):
         SpladeBatch.from_columns(splade, {"anchor": ["a", "b"], "positive": ["c", "d"], **change})
 
 
-def test_texts_need_an_encoder_that_tokenizes():
-    with pytest.raises(TypeError, match=r"`encoder.tokenize` for the texts of 'anchor'"):
-        SpladeBatch.from_columns(encoder, PAIRS)
-
-
 def overlap(query, document):
     """A teacher of texts: the number of letters that they share."""
     rows = [[len({*q} & {*d} - {" "}) for d in document["texts"]] for q in query["texts"]]
@@ -105,8 +100,8 @@ def test_teacher_scores_all_candidates(splade, negative, others):
     scored = {**PAIRS, "teacher_scores": torch.eye(4)}
     with pytest.raises(ValueError, match="no `teacher` beside `teacher_scores`"):
         SpladeBatch.from_columns(splade, scored, teacher=overlap)
-    with pytest.raises(TypeError, match=r"expected the teacher to return .*, got NoneType"):
-        SpladeBatch.from_columns(splade, PAIRS, teacher=lambda query, document: None)
+    with pytest.raises(ValueError, match=r"the teacher's scores as \[4, 4\], got \[4\]"):
+        SpladeBatch.from_columns(splade, PAIRS, teacher=lambda query, document: torch.ones(4))
 
 
 def test_documents_are_positives_and_then_negatives():

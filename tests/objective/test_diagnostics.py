@@ -13,8 +13,7 @@ SPECIAL, STOP, ALLOWED = [0, 1], [2, 3, 4], list(range(14))
 
 
 def _sparse(rows, generator=None):
-    x = torch.rand(rows, V, generator=generator) - 0.6
-    return x.relu()
+    return (torch.rand(rows, V, generator=generator) - 0.6).relu()
 
 
 def _diagnostics(**options):
@@ -29,18 +28,14 @@ def _oracle(x, ids, mask, positive_ids, positive_mask, top_k=3):
     active = [{j for j in range(V) if row[j] > 0} for row in x]
     live = [a for a in active if a]
     entries = [j for a in active for j in a]
-    tops = [
-        j
-        for row, a in zip(x, active, strict=True)
-        for j in sorted(a, key=lambda j: -row[j])[:top_k]
-    ]
+    pairs = zip(x, active, strict=True)
+    tops = [j for row, a in pairs for j in sorted(a, key=lambda j: -row[j])[:top_k]]
     foreign = set(range(V)) - set(ALLOWED) - set(SPECIAL)
     column = np.clip(x, 0, None).sum(0)
     p = column[column > 0] / column.sum()
 
     def mean_of(group):
-        values = [row[j] for row in x for j in group if row[j] > 0]
-        return sum(values) / len(values)
+        return np.mean([row[j] for row in x for j in group if row[j] > 0])
 
     def recall(all_ids, all_mask):
         shares = []
@@ -53,8 +48,6 @@ def _oracle(x, ids, mask, positive_ids, positive_mask, top_k=3):
     report = {
         "texts": rows,
         "active_dimensions": sum(map(len, live)) / len(live),
-        "smallest": min(map(len, live)),
-        "largest": max(map(len, active)),
         "dead_rows": (rows - len(live)) / rows,
         "dense_rows": sum(len(a) > V / 4 for a in active) / rows,
         "mean_activation": column.sum() / len(entries),
@@ -94,26 +87,29 @@ def test_the_report_is_what_loops_count(seed, rows):
     for name, value in expected.items():
         assert report[name] == pytest.approx(value, rel=1e-5), name
 
-    on_top = [sorted({j for j in range(V) if r[j] > 0}, key=lambda j: -r[j])[:3] for r in x]
-    shares = {j: sum(j in top for top in on_top) / rows for j in range(V)}
-    top = diagnostics.top_tokens(4)
-    assert list(top.values()) == sorted((s for s in shares.values() if s), reverse=True)[:4]
-    assert all(shares[j] == pytest.approx(share) for j, share in top.items())
-    lists = {j: (x[:, j] > 0).double().mean().item() for j in range(V)}
-    longest = diagnostics.longest_lists(4)
-    assert list(longest.values()) == sorted((s for s in lists.values() if s), reverse=True)[:4]
-    assert all(lists[j] == pytest.approx(share) for j, share in longest.items())
+    active = [sorted({j for j in range(V) if r[j] > 0}, key=lambda j: -r[j]) for r in x]
+    for listed, held in (
+        (diagnostics.longest_lists(4), active),
+        (diagnostics.top_tokens(4), [ids[:3] for ids in active]),
+    ):
+        shares = {j: sum(j in ids for ids in held) / rows for j in range(V)}
+        assert [*listed.values()] == sorted((s for s in shares.values() if s), reverse=True)[:4]
+        assert all(shares[j] == pytest.approx(share) for j, share in listed.items())
 
 
 def test_numbers_without_inputs_are_not_in_the_report():
     diagnostics = Diagnostics(V)
     assert diagnostics.report() == diagnostics.top_tokens() == diagnostics.longest_lists() == {}
     diagnostics.update(_sparse(3))
+    diagnostics.update(_sparse(0))
+    assert diagnostics.report()["texts"] == 3
     assert not {name for name in diagnostics.report() if "share" in name or "recall" in name}
     diagnostics.reset()
     assert diagnostics.report() == {}
     with pytest.raises(ValueError, match="expected `k` to be an integer >= 1, got 0"):
         diagnostics.top_tokens(0)
+    with pytest.raises(ValueError, match=rf"\[3, {V}\], got \[3, 5\]"):
+        diagnostics.update(torch.rand(3, 5))
 
 
 def test_the_report_says_in_which_mode_the_texts_were_encoded():
@@ -143,25 +139,16 @@ def test_a_row_with_a_nan_is_neither_live_nor_dead():
     diagnostics = _diagnostics()
     diagnostics.update(x)
     report = diagnostics.report()
-    assert report["texts"] == 4.0
-    assert report["dead_rows"] == 0.25
-    assert report["active_dimensions"] == report["smallest"] == report["largest"] == 3.0
+    names = ("texts", "dead_rows", "active_dimensions")
+    assert [report[name] for name in names] == [4.0, 0.25, 3.0]
     assert math.isnan(report["flops"])
     assert math.isnan(report["mean_activation"])
 
 
 def test_batches_from_inside_and_outside_inference_mode_add_up():
-    diagnostics, expected = _diagnostics(), _diagnostics()
-    x = _sparse(6)
-    with torch.inference_mode():
-        diagnostics.update(x[:2])
-    diagnostics.update(x[2:4])
-    with torch.inference_mode():
-        diagnostics.update(x[4:])
+    diagnostics, expected, x = _diagnostics(), _diagnostics(), _sparse(6)
+    for first, inference in ((0, True), (2, False), (4, True)):
+        with torch.inference_mode(inference):
+            diagnostics.update(x[first : first + 2])
     expected.update(x)
     assert diagnostics.report() == pytest.approx(expected.report())
-
-
-def test_another_vocabulary_is_an_error():
-    with pytest.raises(ValueError, match=rf"\[3, {V}\], got \[3, 5\]"):
-        Diagnostics(V).update(torch.rand(3, 5))

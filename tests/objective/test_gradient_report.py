@@ -1,13 +1,7 @@
 import pytest
 import torch
 
-from sparse_losses import (
-    InfoNCELoss,
-    MinActivationLoss,
-    SpladeBatch,
-    Texts,
-    gradient_report,
-)
+from sparse_losses import InfoNCELoss, MinActivationLoss, SpladeBatch, Texts, gradient_report
 from tests.objective.making import objective
 
 V = 20
@@ -17,13 +11,8 @@ SIDES = ("anchor", "positive", "negative")
 
 def _batch(logits=False):
     def texts(*shape):
-        pooled = torch.randn(*shape, V)
-        return Texts(
-            pooled.relu().log1p(),
-            torch.randint(0, V, (*shape, 5)),
-            torch.ones(*shape, 5, dtype=torch.int64),
-            pooled if logits else None,
-        )
+        pooled, ids = torch.randn(*shape, V), torch.randint(0, V, (*shape, 5))
+        return Texts(pooled.relu().log1p(), ids, ids >= 0, pooled if logits else None)
 
     return SpladeBatch(texts(6), texts(6), texts(6, 2))
 
@@ -73,18 +62,14 @@ def test_the_gradient_report_leaves_the_run_alone():
     assert report.norms["info_nce"] > 0
     assert calls == []
     assert encoder.weight.grad is None
-    assert set(report.as_dict()) == {
-        "norm/info_nce",
-        "norm/query_flops",
-        "cosine/info_nce/query_flops",
-    }
+    names = {"norm/info_nce", "norm/query_flops", "cosine/info_nce/query_flops"}
+    assert set(report.as_dict()) == names
     assert "query_flops" in str(report)
 
 
 def test_a_term_at_rest_has_no_gradient_and_no_cosine():
     losses = {"min_activation": MinActivationLoss(threshold=0.0)}
-    report = gradient_report(
-        objective({"info_nce": 1.0, "query_min_activation": 1.0}, losses), _batch()
-    )
+    made = objective({"info_nce": 1.0, "query_min_activation": 1.0}, losses)
+    report = gradient_report(made, _batch())
     assert report.norms["query_min_activation"] == 0.0
     assert report.cosines["info_nce", "query_min_activation"] == 0.0
