@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.reduction import Reduction, reduce
+from sparse_losses._core.reduction import Reduction, reduce_means
 
 
-@loss(student_logits="B V", teacher_logits="B V, detached", threshold="finite")
+@loss(student_logits="B V, uncast", teacher_logits="B V, detached", threshold="finite")
 def masked_logit_mse_loss(
     student_logits: Tensor,
     teacher_logits: Tensor,
@@ -53,12 +53,11 @@ def masked_logit_mse_loss(
     References:
         MILCO: Learned Sparse Retrieval Across Languages via a Multilingual Connector.
     """
-    # A NaN of either side is not silent. A number that is subtracted compiles once for all values.
-    is_silent = torch.maximum(student_logits.detach(), teacher_logits) - threshold <= 0.0
-    difference = torch.where(is_silent, 0.0, student_logits - teacher_logits)
-    num_active = (~is_silent).sum(1)
-    values = difference.square().sum(1) / num_active.clamp(min=1)
-    return reduce(values, reduction, num_active > 0, gather, zeroed=True)
+    # A NaN of either side is not silent.
+    is_silent = torch.maximum(student_logits.detach(), teacher_logits) <= threshold
+    difference = (student_logits - teacher_logits).masked_fill(is_silent, 0.0)
+    num_active = (~is_silent).sum(1, dtype=difference.dtype)
+    return reduce_means(difference.square().sum(1), num_active, reduction, gather)
 
 
 class MaskedLogitMSELoss(LossModule):

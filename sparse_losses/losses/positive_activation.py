@@ -6,7 +6,7 @@ from torch import Tensor
 from sparse_losses._core.checks import check_shapes, check_weights
 from sparse_losses._core.entries import values_at
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.reduction import Reduction, reduce
+from sparse_losses._core.reduction import Reduction, reduce_means
 from sparse_losses._core.softmax import softplus
 from sparse_losses._core.token_ids import (
     TokenIds,
@@ -79,23 +79,21 @@ def positive_activation_loss(
     if ignored is not None:
         attended = attended & ~ignored[ids]
     ids, is_target = first_occurrences(ids, attended)
-    weight = is_target.to(x.dtype)
-    valid = is_target.any(-1)
+    found = values_at(x, ids) if x.layout == torch.sparse_csr else x.gather(1, ids)
+    weight = is_target
     if token_weight is not None:
         weight = torch.where(is_target, token_weight[ids], 0.0)
-        valid = weight.any(-1)  # a NaN weight is valid, so that it is visible
-        is_target = is_target & valid[:, None]
+        valid = weight.any(-1, keepdim=True)  # a NaN weight is valid, so that it is visible
+        is_target = is_target & valid
         if weight.shape[1]:  # a mean sees no scale, and sums of scaled weights stay in range
             largest = weight.detach().amax(-1, keepdim=True)
-            weight = weight / largest.clamp(min=torch.finfo(weight.dtype).tiny)
-        weight = weight.masked_fill(~valid[:, None], 0.0)  # no gradient from a row without weight
-
-    found = values_at(x, ids) if x.layout == torch.sparse_csr else x.gather(1, ids)
-    target = found.masked_fill(~is_target, 0.0)
-    cost = softplus(-target) if saturating else -target
-    total = weight.sum(-1).clamp(min=torch.finfo(weight.dtype).tiny)  # 0 in a row that is not valid
-    values = (weight * cost).sum(-1) / total
-    return reduce(values, reduction, valid, gather, zeroed=True)
+            weight = weight / largest.masked_fill(~valid, 1.0)
+        weight = weight.masked_fill(~valid, 0.0)  # no gradient from a row without weight
+    cost = -found.masked_fill(~is_target, 0.0)
+    if saturating:
+        cost = softplus(cost).masked_fill(~is_target, 0.0)
+    total = cost.sum(-1) if token_weight is None else (weight * cost).sum(-1)
+    return reduce_means(total, weight.sum(-1, dtype=total.dtype), reduction, gather)
 
 
 class PositiveActivationLoss(LossModule):

@@ -7,7 +7,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.reduction import Reduction, reduce
+from sparse_losses._core.reduction import Reduction, reduce, reduce_means
 from sparse_losses._core.similarity import normalize
 
 
@@ -67,7 +67,6 @@ def triplet_margin_loss(
     References:
         FaceNet: A Unified Embedding for Face Recognition and Clustering, section 3.1.
     """
-    valid = None
     if negative.ndim == 3 and negative.shape[1] == 0:
         candidate_mask = negative.new_zeros(negative.shape[:2], dtype=torch.bool)
     if candidate_mask is not None:
@@ -88,8 +87,7 @@ def triplet_margin_loss(
     if candidate_mask is None:
         return reduce(hinges.mean(-1), reduction, gather=gather)
     total = hinges.masked_fill(~candidate_mask, 0.0).sum(1)
-    values = total / candidate_mask.sum(1).clamp(min=1)
-    return reduce(values, reduction, valid, gather, zeroed=True)
+    return reduce_means(total, candidate_mask.sum(1, dtype=total.dtype), reduction, gather)
 
 
 def _similarities(
