@@ -65,17 +65,12 @@ class Call(NamedTuple):
 def direct_nws(needs: Set[str], **arguments: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Return the value of NWS and the gradients of query, prototype and temperature."""
     call = Call(**arguments)
-    query, prototype, temperature, gather = (
-        call.query,
-        call.prototype,
-        call.temperature,
-        call.gather,
-    )
+    gather, temperature = call.gather, call.temperature
     features, labels, is_empty = call.instances()
     y, instances = call.query_labels.to(labels.dtype), features if len(features) else None
     is_absent = None if is_empty is None or not len(is_empty) else is_empty.to(y.dtype)
     weights = _Weights(y, labels if len(labels) else None, call)
-    num_references = len(prototype) + len(features)
+    num_references = len(call.prototype) + len(features)
     num_blocks = max(-(-len(y) * num_references * MATRICES // most_scores(y.device)), 1)
     step = max(-(-len(y) // num_blocks), 1)
     blocks = [slice(i, min(i + step, len(y))) for i in range(0, max(len(y), 1), step)]
@@ -85,8 +80,8 @@ def direct_nws(needs: Set[str], **arguments: Any) -> tuple[Tensor, dict[str, Ten
         is_void |= torch.cat([weights.without_negatives(rows, is_absent) for rows in blocks])
     scores = DenseScores(
         {{"prototype": "key"}.get(name, name) for name in needs},
-        query.masked_fill(is_void, 0.0),
-        prototype,
+        call.query.masked_fill(is_void, 0.0),
+        call.prototype,
         instances,
         temperature=temperature,
         cosine=True,
@@ -98,8 +93,7 @@ def direct_nws(needs: Set[str], **arguments: Any) -> tuple[Tensor, dict[str, Ten
         values.append(value)
         if needs:
             scores.backward(rows, scores.scaled_(grad_scores, rows))
-    names = {"key": "prototype"}
-    gradients = {names.get(name, name): x for name, x in scores.gradients().items()}
+    gradients = {{"key": "prototype"}.get(n, n): x for n, x in scores.gradients().items()}
 
     # A NaN that no valid row uses must not reach a gradient.
     none_valid = is_void.all()
@@ -115,8 +109,7 @@ def direct_nws(needs: Set[str], **arguments: Any) -> tuple[Tensor, dict[str, Ten
     if gather:  # DDP divides gradients by the number of ranks
         divisor = divisor / num_ranks()
     for name, is_hidden in hidden.items():
-        gradient = gradients.get(name)
-        if gradient is not None:
+        if (gradient := gradients.get(name)) is not None:
             gradient.div_(divisor).masked_fill_(is_hidden, 0.0)
     return value, gradients
 

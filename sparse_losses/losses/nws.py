@@ -62,10 +62,9 @@ def nws_loss(
 
     $s_{ir}$ is the cosine of query $i$ and reference $r$ (keys, queue, prototypes), $t$ the
     temperature, $M_i = \max_r s_{ir} / t$. $y$ are multi-hot labels, $|y|$ is their number. $N_i$
-    are the references that share no label with query $i$; prototype $l$ has label $l$ only.
-    $\beta_u$ is $\beta$ for keys and queue and 1 for prototypes.
-    $a_{iu} = 1 - \mathrm{sim}(y_i, y_u)$ for keys and queue and 1 for prototypes, where sim
-    aggregates the ``label_similarity`` $S$:
+    are the references that share no label with query $i$; prototype $l$ has label $l$ only. For
+    keys and queue $\beta_u = \beta$ and $a_{iu} = 1 - \mathrm{sim}(y_i, y_u)$, for prototypes both
+    are 1, where sim aggregates the ``label_similarity`` $S$:
 
     $$\mathrm{sim} = \frac{y_i^\top S y_u}{|y_i| |y_u| + \varepsilon} \;(\text{mean})
     \qquad \max_{c \in y_i,\, d \in y_u} S_{cd} \;(\text{max})$$
@@ -88,8 +87,7 @@ def nws_loss(
         query: ``[B, F]`` floating; normalised here, as are all references.
         query_labels: ``[B, L]`` multi-hot, bool, int or float 0/1.
         prototype: ``[L, F]``, one learnable row per label.
-        label_similarity: ``[L, L]``, ``S`` in [0, 1], such as
-            ``label_similarity(labels)``. Needed with ``key`` or ``queue``.
+        label_similarity: ``[L, L]``, ``S`` in [0, 1]; needed with ``key`` or ``queue``.
         key: ``[K, F]``, detached; needs ``key_labels``.
         key_labels: ``[K, L]`` multi-hot. A key without labels is a negative with ``a = 1``.
         queue: ``[Q, F]``, detached; needs ``queue_labels`` (see ``LabelQueue``).
@@ -116,8 +114,7 @@ def nws_loss(
         row without negatives if ``decoupled`` and ``eps=0``.
 
     Raises:
-        ValueError: for wrong shapes, devices or hyperparameters, labels that are not 0/1, a
-            similarity outside [0, 1], or features without labels.
+        ValueError: for wrong shapes, devices, values or hyperparameters, or missing labels.
         TypeError: for wrong dtypes.
 
     Examples:
