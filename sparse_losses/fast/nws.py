@@ -99,8 +99,7 @@ def direct_nws(needs: Set[str], **arguments: Any) -> tuple[Tensor, dict[str, Ten
     none_valid = is_void.all()
     hidden = {"query": is_void, "prototype": none_valid, "temperature": none_valid}
     value = (torch.cat(values) if len(values) > 1 else values[0]).masked_fill_(is_void[:, 0], 0.0)
-    value = sum_over_ranks(value.sum()) if gather else value.sum()
-    divisor: float | Tensor = temperature
+    value, divisor = sum_over_ranks(value.sum()) if gather else value.sum(), temperature
     if call.reduction == "mean":
         num_valid = is_void.logical_not().sum(dtype=y.dtype)
         num_valid = (sum_over_ranks(num_valid) if gather else num_valid).clamp_(min=1)

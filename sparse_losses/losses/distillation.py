@@ -53,8 +53,8 @@ def distillation_loss(
         temperature: ``T``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
         alpha_kl: weight of the KL, >= 0; at 0 the KL is not computed.
         alpha_mse: weight of the MSE, >= 0; at 0 the MSE is not computed.
-        standardize: ``"batch"`` for one mean and deviation of the matrix, or ``"row"``. Rows with
-            fewer than three candidates then have $z = 0$: two always have z-scores of +-0.7071.
+        standardize: ``"batch"`` for one mean and deviation of the matrix, or ``"row"``, of at
+            least three candidates: a row with fewer has $z = 0$, as two always have +-0.7071.
         candidate_mask: ``[B, C]`` bool, int or float 0/1; marks the entries that count.
         gather: whether all statistics are over all ranks' rows (``sparse_losses.distributed``).
 
@@ -63,8 +63,7 @@ def distillation_loss(
         number of rows with candidates, the MSE by that of candidates: there is no ``reduction``.
 
     Raises:
-        ValueError: for wrong shapes, devices or hyperparameters, or fewer than two candidates per
-            row (three with ``standardize="row"``).
+        ValueError: for wrong shapes, devices or hyperparameters, or too few candidates.
         TypeError: for wrong dtypes.
 
     Examples:
@@ -105,8 +104,8 @@ def _kl(scores: Scores, weight: float, temperature: float | Tensor, gather: bool
     log_p = fill(teacher / temperature, absent, limits.min).log_softmax(-1)
     log_p = log_p.clamp(min=math.log(limits.tiny))
     x = fill(log_q - log_p, absent, 0.0)
-    # The sum of p log(p / q) - p + q, where q - p sums to 0: in this form the gradient keeps its
-    # digits where p and q are nearly equal and where one entry has nearly all of the probability.
+    # The sum of p log(p / q) - p + q, where q - p sums to 0: its gradient keeps its digits where p
+    # and q are nearly equal and where one entry has nearly all of the probability.
     kl = log_p.exp().flatten().dot((x.expm1() - x).flatten())
     is_row = student.new_ones(len(student)) if absent is None else ~absent.all(-1)
     rows = is_row.sum(dtype=kl.dtype)
