@@ -32,18 +32,14 @@ def idf_flops_loss(
         token_penalty: ``[V]``, ``w``; cast to the dtype of the computation.
         beta: weight of the squared part, >= 0.
         estimator: ``"biased"`` or ``"unbiased"`` (needs ``B >= 2``).
-        threshold: rows with at most this number of entries other than 0 count as rows of zeros, as
-            in ``flops_loss``.
-        gather: whether the means are over the rows of all ranks, which must all have the same
-            number of rows (see ``sparse_losses.distributed``); only sums ``[V]`` are exchanged.
+        threshold: rows with at most this number of entries other than 0 count as rows of zeros.
+        gather: whether the means are over the rows of all ranks, as many on each.
 
     Returns:
-        0-d, fp32 (fp64 for fp64 activations), one statistic of the whole batch, hence no
-        ``reduction``; 0 for ``B = 0``.
+        0-d, fp32 (fp64 for fp64 activations), one statistic of the batch; 0 for ``B = 0``.
 
     Raises:
-        ValueError: for wrong shapes, devices or hyperparameters, or ``"unbiased"`` with fewer than
-            two rows.
+        ValueError: for wrong shapes, devices or hyperparameters, or too few rows.
         TypeError: for wrong dtypes.
 
     Examples:

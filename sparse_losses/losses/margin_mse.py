@@ -42,8 +42,7 @@ def margin_mse_loss(
             that does not exist.
         candidate_mask: in the shape of ``student_negative``, bool, int or float 0/1; marks the
             negatives that exist.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
-            same number of rows (see ``sparse_losses.distributed``).
+        gather: whether ``reduction`` is over the rows of all ranks, as many on each.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:

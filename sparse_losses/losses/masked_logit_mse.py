@@ -30,8 +30,7 @@ def masked_logit_mse_loss(
             them: activations have no gradient where the student should become active.
         teacher_logits: ``[B, V]``, over the same vocabulary; detached.
         threshold: $\theta$, finite, on the scale of the logits.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
-            same number of rows (see ``sparse_losses.distributed``).
+        gather: whether ``reduction`` is over the rows of all ranks, as many on each.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -69,8 +68,6 @@ class MaskedLogitMSELoss(LossModule):
         >>> MaskedLogitMSELoss()(torch.tensor([[2.0, -1.0]]), torch.tensor([[5.0, -3.0]]))
         tensor(9.)
     """
-
-    threshold: float
 
     def __init__(
         self, *, threshold: float = 0.0, gather: bool = False, reduction: Reduction = "mean"

@@ -146,7 +146,8 @@ def nws_loss(
     tensors = query, prototype, temperature, query_labels, label_similarity
     extra = key, key_labels, queue, queue_labels, queue_mask
     options = alpha, beta, aggregation, decoupled, eps, gather, reduction
-    arguments = Call(*tensors, *extra, *options)._asdict()
+    # mypy unpacks no several tuples.
+    arguments = Call(*tensors, *extra, *options)._asdict()  # type: ignore[arg-type]
     return compute(_definition, IMPLEMENTATIONS, impl, arguments)
 
 

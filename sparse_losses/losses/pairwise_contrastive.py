@@ -31,8 +31,7 @@ def pairwise_contrastive_loss(
         x2: ``[B, D]``.
         same: ``[B]`` bool, int or float 0/1; whether the pair is of the same class.
         margin: ``m``, in units of the Euclidean distance, >= 0.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
-            same number of rows (see ``sparse_losses.distributed``).
+        gather: whether ``reduction`` is over the rows of all ranks, as many on each.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:

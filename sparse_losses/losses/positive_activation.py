@@ -50,8 +50,7 @@ def positive_activation_loss(
         token_weight: ``[V]``, ``u`` >= 0; cast to the dtype of the computation.
         saturating: whether to replace $-x_{ij}$ as above.
         ignore_token_ids: ids left out of $T_i$, such as the special tokens.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
-            same number of rows (see ``sparse_losses.distributed``).
+        gather: whether ``reduction`` is over the rows of all ranks, as many on each.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -59,8 +58,7 @@ def positive_activation_loss(
         has a total weight of 0.
 
     Raises:
-        ValueError: for wrong shapes, devices or reduction, attended ids outside ``[0, V)`` or a
-            negative weight.
+        ValueError: for wrong shapes, devices, reduction, ids or weights.
         TypeError: for wrong dtypes.
 
     Examples:

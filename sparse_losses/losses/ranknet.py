@@ -39,8 +39,7 @@ def ranknet_loss(
             a candidate.
         candidate_mask: ``[B, C]`` bool, int or float 0/1; marks the entries that count.
         temperature: ``T``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
-            same number of rows (see ``sparse_losses.distributed``).
+        gather: whether ``reduction`` is over the rows of all ranks, as many on each.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -93,8 +92,6 @@ class RankNetLoss(LossModule):
         tensor(0.6931)
     """
 
-    temperature: float | Tensor
-
     def __init__(
         self,
         *,
@@ -113,7 +110,5 @@ class RankNetLoss(LossModule):
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        options = self.hyperparameters(gather=gather)
-        return ranknet_loss(
-            student_scores, teacher_scores, candidate_mask=candidate_mask, **options
-        )
+        options = self.hyperparameters(gather=gather) | {"candidate_mask": candidate_mask}
+        return ranknet_loss(student_scores, teacher_scores, **options)

@@ -45,8 +45,7 @@ def triplet_margin_loss(
             these are ``[B, N, D]``, and hides the NaN of the others.
         margin: ``m``, in units of the similarity, finite.
         similarity: ``"cosine"`` (of the rows, normalised here), ``"dot"`` or ``"euclidean"``.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
-            same number of rows (see ``sparse_losses.distributed``).
+        gather: whether ``reduction`` is over the rows of all ranks, as many on each.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -142,7 +141,5 @@ class TripletMarginLoss(LossModule):
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        options = self.hyperparameters(gather=gather)
-        return triplet_margin_loss(
-            anchor, positive, negative, candidate_mask=candidate_mask, **options
-        )
+        options = self.hyperparameters(gather=gather) | {"candidate_mask": candidate_mask}
+        return triplet_margin_loss(anchor, positive, negative, **options)
