@@ -24,8 +24,8 @@ def idf_flops_loss(
 
     $x_{ij}$ is the activation of token $j$ in row $i$, $w$ the ``token_penalty`` (see
     ``idf_penalty``). Near zero the gradient of the second sum vanishes, that of the first does not.
-    ``estimator="unbiased"`` replaces $m_j^2$ as in ``flops_loss``; the first sum has no bias.
-    Activations must be >= 0, which is not checked: values of opposite signs cancel in $m_j$.
+    ``estimator="unbiased"`` replaces $m_j^2$ as in ``flops_loss``. Activations must be >= 0, which
+    is not checked: values of opposite signs cancel in $m_j$.
 
     Args:
         activations: ``[B, V]`` floating, >= 0; dense or CSR, with a gradient of its pattern.
@@ -50,8 +50,8 @@ def idf_flops_loss(
         tensor(133.2000)
 
     References:
-        Minimizing FLOPs to Learn Efficient Sparse Representations. The weighting comes from the
-        notes of a Korean neural sparse retriever (its versions V25 and V26).
+        Minimizing FLOPs to Learn Efficient Sparse Representations. The weighting: notes of a Korean
+        neural sparse retriever (its versions V25 and V26).
     """
     mean, squared_mean = mean_and_square(activations, estimator, gather, threshold)
     if beta == 0:  # 0 times the square of a large mean, which is infinite, is NaN

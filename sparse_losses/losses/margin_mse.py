@@ -38,10 +38,8 @@ def margin_mse_loss(
         student_positive: ``[B]`` floating.
         student_negative: ``[B]``, or ``[B, N]``.
         teacher_positive: ``[B]``; detached. ``-inf`` marks a row without a positive.
-        teacher_negative: in the shape of ``student_negative``; detached; ``-inf`` marks a negative
-            that does not exist.
-        candidate_mask: in the shape of ``student_negative``, bool, int or float 0/1; marks the
-            negatives that exist.
+        teacher_negative: ``[B]`` or ``[B, N]``; detached. ``-inf`` marks what does not exist.
+        candidate_mask: ``[B]`` or ``[B, N]`` bool, int or float 0/1; marks negatives that exist.
         gather: whether ``reduction`` is over the rows of all ranks, as many on each.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 

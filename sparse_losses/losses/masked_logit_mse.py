@@ -22,12 +22,10 @@ def masked_logit_mse_loss(
     \qquad A_i = \{j : z_{ij} > \theta \text{ or } t_{ij} > \theta\}$$
 
     $z_{ij}$ is the student's pooled logit of token $j$ for text $i$, $t_{ij}$ the teacher's,
-    $\theta$ the ``threshold``. A dimension that neither activates has no term: the student need not
-    copy how far below zero it is there.
+    $\theta$ the ``threshold``.
 
     Args:
-        student_logits: ``[B, V]`` floating; signed, as ``return_logits=True`` of the head gives
-            them: activations have no gradient where the student should become active.
+        student_logits: ``[B, V]`` floating; signed, as ``return_logits=True`` of the head gives.
         teacher_logits: ``[B, V]``, over the same vocabulary; detached.
         threshold: $\theta$, finite, on the scale of the logits.
         gather: whether ``reduction`` is over the rows of all ranks, as many on each.

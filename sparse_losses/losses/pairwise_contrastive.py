@@ -23,8 +23,7 @@ def pairwise_contrastive_loss(
     $$\ell_i = \begin{cases} d_i^2 & \text{same} \\ \max(0, m - d_i)^2 & \text{else} \end{cases}
     \qquad d_i = \lVert x_{1,i} - x_{2,i} \rVert_2$$
 
-    $m$ is the margin. For identical vectors of different classes the direction of the gradient is
-    undefined; it is 0, not NaN.
+    $m$ is the margin. For identical vectors of different classes the gradient is 0, not NaN.
 
     Args:
         x1: ``[B, D]`` floating.

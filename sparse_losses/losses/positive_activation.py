@@ -38,9 +38,8 @@ def positive_activation_loss(
     $$\ell_i = -\frac{\sum_{j \in T_i} u_j x_{ij}}{\sum_{j \in T_i} u_j}$$
 
     $T_i$ is the set of attended ids of the positive of row $i$, $x_{ij}$ the activation of token
-    $j$ in the anchor, $u$ the ``token_weight`` (default 1). The loss is unbounded below and its
-    slope is constant, so it raises stopwords first, which are in most texts. Use idf weights, or
-    ``saturating``, which replaces $-x_{ij}$ by $\log(1 + e^{-x_{ij}}) > 0$.
+    $j$ in the anchor, $u$ the ``token_weight`` (default 1). The loss is unbounded below and raises
+    stopwords first. ``saturating`` replaces $-x_{ij}$ by $\log(1 + e^{-x_{ij}}) > 0$.
 
     Args:
         activations: ``[B, V]`` floating; activations of the anchors, dense or CSR, with a gradient

@@ -41,16 +41,14 @@ def triplet_margin_loss(
         anchor: ``[B, D]`` floating.
         positive: ``[B, D]``.
         negative: ``[B, D]``, or ``[B, N, D]``.
-        candidate_mask: ``[B, N]`` bool, int or float 0/1; marks the negatives that exist, if
-            these are ``[B, N, D]``, and hides the NaN of the others.
+        candidate_mask: ``[B, N]`` bool, int or float 0/1; marks negatives ``[B, N, D]`` that exist.
         margin: ``m``, in units of the similarity, finite.
         similarity: ``"cosine"`` (of the rows, normalised here), ``"dot"`` or ``"euclidean"``.
         gather: whether ``reduction`` is over the rows of all ranks, as many on each.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
-        fp32 (fp64 for fp64 inputs), 0-d or ``[B]``, >= 0. A row without a negative is not valid:
-        its loss is 0, without a gradient.
+        fp32 (fp64 for fp64 inputs), 0-d or ``[B]``, >= 0. A row without a negative is not valid.
 
     Raises:
         ValueError: for wrong shapes, devices or hyperparameters.
