@@ -273,7 +273,9 @@ def nws(
     if key is not None:
         labelled += [(v, y) for v, y in zip(key, key_labels, strict=True)]
     if queue is not None:
-        kept = np.ones(len(queue), bool) if queue_mask is None else np.asarray(queue_mask) != 0
+        if queue_mask is None:  # a slot of zeros alone was never filled
+            queue_mask = np.any(queue, axis=1) | np.any(queue_labels, axis=1)
+        kept = np.asarray(queue_mask) != 0
         labelled += [(v, y) for v, y, keep in zip(queue, queue_labels, kept, strict=True) if keep]
 
     values: list[float | None] = []

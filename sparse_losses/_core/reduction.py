@@ -37,3 +37,14 @@ def reduce(
     if valid is None:
         return values.mean() if values.shape[0] > 0 else values.sum()  # the empty mean is 0
     return values.sum() / valid.sum().clamp(min=1)
+
+
+def reduce_means(total: Tensor, count: Tensor, reduction: str, gather: bool = False) -> Tensor:
+    """Reduce row means ``total / count [B]``; a row whose count and total are 0 is not valid.
+
+    A count that is not 0 is at least 1. Both have one dtype.
+    """
+    valid = count > 0
+    if reduction == "mean" and not gather:  # one launch in the backward pass
+        return total.dot((count * valid.sum(dtype=count.dtype)).clamp(min=1).reciprocal())
+    return reduce(total / count.clamp(min=1), reduction, valid, gather, zeroed=True)

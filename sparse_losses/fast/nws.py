@@ -11,13 +11,13 @@ such entries has a finite softmax, and on a CPU an addition is many times as fas
 
 import functools
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Set
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.products import HALVES
 from sparse_losses._core.softmax import softmax_and_logsumexp, softplus
 from sparse_losses.distributed import num_ranks, sum_over_ranks
 from sparse_losses.fast.info_nce import most_scores
@@ -27,130 +27,110 @@ MATRICES = 4  # number of matrices as large as the scores that are held at once
 # Powers of four with exponents from minus this number to it are normal numbers, as are their sums.
 TOP_POWER = {torch.float32: 63, torch.float64: 511}
 
-Part = tuple[Tensor | None, Tensor | None, Tensor | None]  # features, labels, mask
+
+class Call(NamedTuple):
+    """The arguments of a call of ``nws_loss``."""
+
+    query: Tensor
+    prototype: Tensor
+    temperature: float | Tensor
+    query_labels: Tensor
+    label_similarity: Tensor | None
+    key: Tensor | None
+    key_labels: Tensor | None
+    queue: Tensor | None
+    queue_labels: Tensor | None
+    queue_mask: Tensor | None
+    alpha: float
+    beta: float
+    aggregation: str
+    decoupled: bool
+    eps: float
+    gather: bool
+    reduction: str
+
+    def instances(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return features and labels of keys, then queue, and the queue's empty slots, now 0."""
+        features, labels, is_empty = [self.prototype.detach()[:0]], [self.query_labels[:0]], None
+        if self.key is not None and self.key_labels is not None:
+            features, labels = [*features, self.key], [*labels, self.key_labels]
+        if self.queue is not None and self.queue_labels is not None and self.queue_mask is not None:
+            is_empty = ~self.queue_mask
+            features.append(self.queue.masked_fill(is_empty[:, None], 0))
+            labels.append(self.queue_labels.masked_fill(is_empty[:, None], 0))
+        dtype = torch.promote_types(self.query.dtype, torch.float32)
+        return torch.cat(features), torch.cat(labels).to(dtype), is_empty
 
 
-def direct_nws(
-    needs: Set[str],
-    *,
-    query: Tensor,
-    prototype: Tensor,
-    temperature: float | Tensor,
-    query_labels: Tensor,
-    label_similarity: Tensor | None,
-    key: Tensor | None,
-    key_labels: Tensor | None,
-    queue: Tensor | None,
-    queue_labels: Tensor | None,
-    queue_mask: Tensor | None,
-    alpha: float,
-    beta: float,
-    aggregation: str,
-    decoupled: bool,
-    eps: float,
-    gather: bool,
-    reduction: str,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def direct_nws(needs: Set[str], **arguments: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Return the value of NWS and the gradients of query, prototype and temperature."""
-    dtype = torch.float32 if query.dtype in HALVES else query.dtype
-    y = query_labels.to(dtype)
-    parts = (key, key_labels, None), (queue, queue_labels, queue_mask)
-    instances, labels, is_absent = _instances(parts, y)
-    weights = _Weights(y, labels, label_similarity, alpha, beta, aggregation, decoupled, eps)
-    num_references = len(prototype) + (0 if instances is None else len(instances))
+    call = Call(**arguments)
+    gather, temperature = call.gather, call.temperature
+    features, labels, is_empty = call.instances()
+    y, instances = call.query_labels.to(labels.dtype), features if len(features) else None
+    is_absent = None if is_empty is None or not len(is_empty) else is_empty.to(y.dtype)
+    weights = _Weights(y, labels if len(labels) else None, call)
+    num_references = len(call.prototype) + len(features)
     num_blocks = max(-(-len(y) * num_references * MATRICES // most_scores(y.device)), 1)
     step = max(-(-len(y) // num_blocks), 1)
     blocks = [slice(i, min(i + step, len(y))) for i in range(0, max(len(y), 1), step)]
 
     is_void = weights.is_void
-    if decoupled and eps == 0:  # rows without negatives
+    if call.decoupled and call.eps == 0:  # rows without negatives
         is_void |= torch.cat([weights.without_negatives(rows, is_absent) for rows in blocks])
     scores = Scores(
         {{"prototype": "key"}.get(name, name) for name in needs},
-        query.masked_fill(is_void, 0.0),
-        prototype,
+        call.query.masked_fill(is_void, 0.0),
+        call.prototype,
         instances,
         temperature=temperature,
         cosine=True,
     )
-    del instances
+    del features, instances
     values = []
     for rows in blocks:
         value, grad_scores = _rows(scores.block(rows), weights, rows, is_absent)
         values.append(value)
         if needs:
             scores.backward(rows, scores.scaled_(grad_scores, rows))
-    names = {"key": "prototype"}
-    gradients = {names.get(name, name): x for name, x in scores.gradients().items()}
+    gradients = {{"key": "prototype"}.get(n, n): x for n, x in scores.gradients().items()}
 
     # A NaN that no valid row uses must not reach a gradient.
     none_valid = is_void.all()
     hidden = {"query": is_void, "prototype": none_valid, "temperature": none_valid}
     value = (torch.cat(values) if len(values) > 1 else values[0]).masked_fill_(is_void[:, 0], 0.0)
-    value = sum_over_ranks(value.sum()) if gather else value.sum()
-    divisor: float | Tensor = temperature
-    if reduction == "mean":
-        num_valid = is_void.logical_not().sum(dtype=dtype)
+    value, divisor = sum_over_ranks(value.sum()) if gather else value.sum(), temperature
+    if call.reduction == "mean":
+        num_valid = is_void.logical_not().sum(dtype=y.dtype)
         num_valid = (sum_over_ranks(num_valid) if gather else num_valid).clamp_(min=1)
         value = value / num_valid
         divisor = num_valid * temperature
     if gather:  # DDP divides gradients by the number of ranks
         divisor = divisor / num_ranks()
     for name, is_hidden in hidden.items():
-        gradient = gradients.get(name)
-        if gradient is not None:
+        if (gradient := gradients.get(name)) is not None:
             gradient.div_(divisor).masked_fill_(is_hidden, 0.0)
     return value, gradients
-
-
-def _instances(
-    parts: Sequence[Part], y: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return features and labels of keys and queue, and the queue's empty slots as 0 and 1."""
-    features = [x for x, _, _ in parts if x is not None and len(x)]
-    labels = [x for _, x, _ in parts if x is not None and len(x)]
-    mask = parts[-1][2]
-    if not features:
-        return None, None, None
-    all_features, is_absent = torch.cat(features), None
-    if mask is not None and len(mask) and not (mask.device.type == "cpu" and mask.all()):
-        is_empty = mask.logical_not()[:, None]
-        all_features[-len(mask) :].masked_fill_(is_empty, 0.0)
-        is_absent = is_empty[:, 0].to(y.dtype)
-        labels[-1] = labels[-1].masked_fill(is_empty, 0)
-    return all_features, torch.cat(labels).to(y.dtype), is_absent
 
 
 class _Weights:
     """The weights of references as positives and as negatives, computed from the labels."""
 
-    def __init__(
-        self,
-        y: Tensor,
-        labels: Tensor | None,
-        label_similarity: Tensor | None,
-        alpha: float,
-        beta: float,
-        aggregation: str,
-        decoupled: bool,
-        eps: float,
-    ) -> None:
-        self.y, self.labels, self.num_labels = y, labels, y.shape[1]
-        self.alpha, self.beta, self.decoupled, self.eps = alpha, beta, decoupled, eps
+    def __init__(self, y: Tensor, labels: Tensor | None, call: Call) -> None:
+        self.y, self.labels, self.call, self.num_labels = y, labels, call, y.shape[1]
+        self.decoupled, self.eps = call.decoupled, call.eps
         self.far = torch.finfo(y.dtype).max / 8  # twice it is finite, and so are differences
         self.count = y.sum(-1, keepdim=True)
         self.is_void = self.count == 0
         self.count.clamp_(min=1)
-        self.takes_mean = aggregation == "mean"
-        if labels is None:
+        if labels is None or call.label_similarity is None:  # the latter is with the former
             return
-        assert label_similarity is not None  # the caller checks it
         self.label_count = labels.sum(-1)
         self.one_or_more = self.label_count.clamp(min=1)
-        if self.takes_mean:
-            self.alike = y @ label_similarity
+        if call.aggregation == "mean":
+            self.alike = y @ call.label_similarity
         else:
-            self.alike = largest_of_labels(label_similarity.T, y).T
+            self.alike = largest_of_labels(call.label_similarity.T, y).T
 
     def shared(self, rows: slice) -> Tensor | None:
         """Return the number of labels that some queries share with keys and queue ``[c, I]``."""
@@ -159,13 +139,13 @@ class _Weights:
     def positives(self, rows: slice, shared: Tensor | None) -> Tensor:
         """Return ``w / (|y| + eps)`` of prototypes, keys and queue ``[c, L + I]``."""
         y, count, labels = self.y[rows], self.count[rows], self.labels
-        share = torch.rsub(count.reciprocal(), 1, alpha=self.alpha)  # 1 - alpha / |y|
+        share = torch.rsub(count.reciprocal(), 1, alpha=self.call.alpha)  # 1 - alpha / |y|
         if labels is None:
             return y / self._normaliser_(share, count)
         assert shared is not None
         overlap = torch.sub(count, shared).add_(self.label_count).reciprocal_()
-        if self.alpha != 1:
-            overlap.mul_(self.alpha)
+        if self.call.alpha != 1:
+            overlap.mul_(self.call.alpha)
         share = (overlap @ labels).add_(share)
         w = y.new_empty(len(y), self.num_labels + len(labels))
         per_label = w[:, : self.num_labels]
@@ -179,12 +159,12 @@ class _Weights:
     def negatives(self, rows: slice, shared: Tensor) -> Tensor:
         """Return the logarithm of ``beta a`` of keys and queue ``[c, I]``."""
         assert self.labels is not None
-        if self.takes_mean:
+        if self.call.aggregation == "mean":
             similar = self.alike[rows] @ self.labels.T
             similar.div_((self.count[rows] * self.one_or_more).add_(self.eps))
         else:
             similar = largest_of_labels(self.alike[rows], self.labels)
-        unlike = similar.sub_(1.0).clamp_(-1.0, 0.0).mul_(-self.beta)
+        unlike = similar.sub_(1.0).clamp_(-1.0, 0.0).mul_(-self.call.beta)
         if self.decoupled:
             return unlike.log_().add_(shared, alpha=-self.far)
         return unlike.masked_fill_(shared > 0, 1.0).log_().clamp_(min=-self.far)

@@ -25,8 +25,7 @@ def mix_teachers(
     $s^k_i$ are the scores of teacher $k$ for the candidates of row $i$, $w$ the ``weights``. Both
     sums are over the teachers that scored candidate $c$. $\mathrm{z}$ subtracts the mean of a row's
     candidates and divides by their standard deviation (0 for equal scores). $\mu_i$ and $\sigma_i$
-    are mean and standard deviation of the reference. So shift and scale of every teacher but the
-    reference are of no account: cosines, logits and BM25 scores mix.
+    are mean and standard deviation of the reference: only its shift and scale count.
 
     Args:
         scores: one tensor ``[B, C]`` for each teacher, floating; ``-inf`` marks a candidate that
@@ -102,8 +101,7 @@ def mix_teachers(
             for x in _moments(each, known)
         )
     mean, spread = moments
-    mixed = mixed * spread + mean
-    return mixed.masked_fill(~present, -torch.inf).to(dtype)
+    return (mixed * spread + mean).masked_fill(~present, -torch.inf).to(dtype)
 
 
 def _moments(scores: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,13 +15,12 @@ def mutual_information_lower_bound(loss: Tensor | float, num_candidates: int) ->
     $$I \ge \log n - \ell$$
 
     Each row has $n$ candidates: one positive and $n - 1$ independent draws from the marginal. The
-    bound never exceeds $\log n$, so small batches give weak bounds. It holds for plain InfoNCE
-    only, without ``decoupled``, several positives, ids, mined negatives or weights.
+    bound never exceeds $\log n$. It holds for plain InfoNCE only, without ``decoupled``, several
+    positives, ids, mined negatives or weights.
 
     Args:
         loss: value of InfoNCE, a floating tensor of any shape or a number.
-        num_candidates: ``n`` >= 1; ``B`` for in-batch negatives alone, ``B + N`` with ``N`` shared
-            negatives.
+        num_candidates: ``n`` >= 1; ``B`` in batch, ``B + N`` with ``N`` shared negatives.
 
     Returns:
         The bound in nats, in the shape of ``loss``, at most ``log(num_candidates)``.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparse_losses._core.checks import values_can_be_checked
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.z_scores import z_scores
+from sparse_losses._core.z_scores import fill, z_scores
 from sparse_losses.distributed import sum_over_ranks
 
 Standardize = Literal["batch", "row"]
@@ -43,20 +43,18 @@ def distillation_loss(
     z(s) = \frac{s - \bar s}{\mathrm{std}(s) + 10^{-8}}$$
 
     $s_i$, $t_i$ are the student's and the teacher's scores of the candidates of row $i$, $T$ is the
-    temperature; $T^2$ preserves the size of the gradient. $z$ uses mean and unbiased standard
-    deviation of the matrix or of each row. Equal scores have $z = 0$ and no gradient from the MSE.
-
-    Cosines at $T = 3$ give a weak signal: with 32 candidates uniform in [0, 1], the KL times $T^2$
-    is 0.08 for a random student. Divide cosines by the temperature of the contrastive loss first.
+    temperature. $z$ uses mean and unbiased standard deviation of the matrix or of each row. Equal
+    scores have $z = 0$ and no gradient from the MSE. Cosines give a weak signal at $T = 3$: divide
+    them by the temperature of the contrastive loss first.
 
     Args:
         student_scores: ``[B, C]`` floating.
-        teacher_scores: ``[B, C]``; detached. ``-inf`` marks an entry that is not a candidate.
+        teacher_scores: ``[B, C]``; detached. ``-inf`` marks what is not a candidate.
         temperature: ``T``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
         alpha_kl: weight of the KL, >= 0; at 0 the KL is not computed.
         alpha_mse: weight of the MSE, >= 0; at 0 the MSE is not computed.
-        standardize: ``"batch"`` for one mean and deviation of the matrix, or ``"row"``. Rows with
-            fewer than three candidates then have $z = 0$: two always have z-scores of +-0.7071.
+        standardize: ``"batch"`` for one mean and deviation of the matrix, or ``"row"``, of at
+            least three candidates: a row with fewer has $z = 0$, as two always have +-0.7071.
         candidate_mask: ``[B, C]`` bool, int or float 0/1; marks the entries that count.
         gather: whether all statistics are over all ranks' rows (``sparse_losses.distributed``).
 
@@ -65,8 +63,7 @@ def distillation_loss(
         number of rows with candidates, the MSE by that of candidates: there is no ``reduction``.
 
     Raises:
-        ValueError: for wrong shapes, devices or hyperparameters, or fewer than two candidates per
-            row (three with ``standardize="row"``).
+        ValueError: for wrong shapes, devices or hyperparameters, or too few candidates.
         TypeError: for wrong dtypes.
 
     Examples:
@@ -78,15 +75,11 @@ def distillation_loss(
 
     References:
         Distilling the Knowledge in a Neural Network, section 2. Logit Standardization in Knowledge
-        Distillation (the z-scores). The combination comes from the notes of a Korean neural sparse
-        retriever (its version V26).
+        Distillation (the z-scores). Combined in the notes of a Korean retriever (its version V26).
     """
     fewest, received = 3 if standardize == "row" else 2, student_scores.shape[1]
     if received < fewest:
-        raise ValueError(
-            f"expected at least {fewest} candidates per row for standardize={standardize!r}, "
-            f"got C = {received}"
-        )
+        raise ValueError(f"expected at least {fewest} candidates per row, got C = {received}")
     if len(student_scores) == 0 or not (alpha_kl > 0 or alpha_mse > 0):
         return student_scores[:0].sum()  # 0 and part of the graph
     absent = None if candidate_mask is None else ~candidate_mask
@@ -94,34 +87,28 @@ def distillation_loss(
         is_not_there = teacher_scores == -torch.inf
         absent = is_not_there if absent is None else absent | is_not_there
     scores = student_scores, teacher_scores, absent
-    if not alpha_mse > 0:
-        return _kl(scores, alpha_kl, temperature, gather)
-    mse = _mse(scores, alpha_mse, standardize == "row", gather)
-    return _kl(scores, alpha_kl, temperature, gather) + mse if alpha_kl > 0 else mse
+    parts = [_kl(scores, alpha_kl, temperature, gather)] if alpha_kl > 0 else []
+    if alpha_mse > 0:
+        parts.append(_mse(scores, alpha_mse, standardize == "row", gather))
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
 def _kl(scores: Scores, weight: float, temperature: float | Tensor, gather: bool) -> Tensor:
     """Return ``weight * T^2`` times the mean KL of the rows that have candidates."""
     student, teacher, absent = scores
     limits = torch.finfo(student.dtype)
-    if absent is not None and isinstance(temperature, Tensor):
-        # Its gradient multiplies by the scores: 0 * inf is NaN.
-        student, teacher = student.masked_fill(absent, 0.0), teacher.masked_fill(absent, 0.0)
-    s, t = student / temperature, teacher / temperature
-    if absent is not None:
-        s, t = s.masked_fill(absent, limits.min), t.masked_fill(absent, limits.min)
-    log_q = s.log_softmax(-1)
+    if isinstance(temperature, Tensor):  # its gradient multiplies by the scores: 0 * inf is NaN
+        student, teacher = fill(student, absent, 0.0), fill(teacher, absent, 0.0)
+    log_q = fill(student / temperature, absent, limits.min).log_softmax(-1)
     # p is at least the smallest normal number, so that q / p does not overflow.
-    log_p = t.log_softmax(-1).clamp(min=math.log(limits.tiny))
-    x = log_q - log_p
-    if absent is not None:
-        x = x.masked_fill(absent, 0.0)
-    # The sum of p log(p / q) - p + q, where q - p sums to 0: in this form the gradient keeps its
-    # digits where p and q are nearly equal and where one entry has nearly all of the probability.
-    kl = (log_p.exp() * (x.expm1() - x)).sum()
-    rows = (
-        kl.new_full((), len(student)) if absent is None else (~absent.all(-1)).sum(dtype=kl.dtype)
-    )
+    log_p = fill(teacher / temperature, absent, limits.min).log_softmax(-1)
+    log_p = log_p.clamp(min=math.log(limits.tiny))
+    x = fill(log_q - log_p, absent, 0.0)
+    # The sum of p log(p / q) - p + q, where q - p sums to 0: its gradient keeps its digits where p
+    # and q are nearly equal and where one entry has nearly all of the probability.
+    kl = log_p.exp().flatten().dot((x.expm1() - x).flatten())
+    is_row = student.new_ones(len(student)) if absent is None else ~absent.all(-1)
+    rows = is_row.sum(dtype=kl.dtype)
     if gather:
         kl, rows = sum_over_ranks(kl), sum_over_ranks(rows)
     # Beyond this limit both distributions are equal, and T^2 is infinite: 0 * inf is NaN.
@@ -136,7 +123,7 @@ def _kl(scores: Scores, weight: float, temperature: float | Tensor, gather: bool
 
 
 def _mse(scores: Scores, weight: float, by_row: bool, gather: bool) -> Tensor:
-    """Return ``weight`` times the mean squared difference of the candidates' z-scores."""
+    """Return ``weight`` times the mean squared difference of the z-scores."""
     student, teacher, absent = scores
     dims = (-1,) if by_row else (-2, -1)
     across_ranks = gather and not by_row  # one matrix of all ranks' rows
@@ -155,7 +142,7 @@ def _mse(scores: Scores, weight: float, by_row: bool, gather: bool) -> Tensor:
     options = absent, count, dims, across_ranks
     if student.is_cpu:
         z_student, z_teacher = (z_scores(x, *options) for x in (student, teacher))
-    else:  # half of the launches, but the teacher's side is also part of the backward pass
+    else:  # half of the launches
         z_student, z_teacher = z_scores(torch.stack([student, teacher]), *options)
     error = nnf.mse_loss(z_student, z_teacher.detach(), reduction="sum")
     return (sum_over_ranks(error) if gather else error) / (divisor / weight)
@@ -198,7 +185,5 @@ class DistillationLoss(LossModule):
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        options = self.hyperparameters(gather=gather)
-        return distillation_loss(
-            student_scores, teacher_scores, candidate_mask=candidate_mask, **options
-        )
+        options = self.hyperparameters(gather=gather) | {"candidate_mask": candidate_mask}
+        return distillation_loss(student_scores, teacher_scores, **options)

@@ -28,31 +28,25 @@ def flops_loss(
 
     $$\frac{\bigl(\sum_i x_{ij}\bigr)^2 - \sum_i x_{ij}^2}{B (B - 1)}$$
 
-    whose expectation is $\mu_j^2$ at any batch size, so that a weight tuned at one batch size, or
-    number of devices, also fits another. This estimate is 0 for a token that is active in one row
-    only, and the gradient of a row comes from the *other* rows.
+    whose expectation is $\mu_j^2$ at any batch size: a weight tuned at one batch size or number of
+    devices fits another, though not another vocabulary. The estimate is 0 for a token that is
+    active in one row only, and the gradient of a row comes from the *other* rows.
 
-    Both estimators sum over ``V``: a weight tuned for one vocabulary does not fit another.
-
-    Activations must be >= 0, which is not checked: signed logits of opposite signs cancel in the
-    mean, and the loss and its gradient can vanish while every row is dense.
+    Activations must be >= 0, which is not checked: signed logits cancel in the mean.
 
     Args:
         activations: ``[B, V]`` floating, >= 0; dense or CSR, with a gradient of its pattern.
         token_weight: ``[V]``, ``w``, >= 0; cast to the dtype of the computation.
         estimator: ``"biased"`` (as in the paper) or ``"unbiased"`` (needs ``B >= 2``).
-        threshold: rows with at most this number of entries other than 0 count as rows of zeros, so
-            that texts that are sparse enough are not pruned further. They stay in ``B``.
-        gather: whether the means are over the rows of all ranks, which must all have the same
-            number of rows (see ``sparse_losses.distributed``); only sums ``[V]`` are exchanged.
+        threshold: rows with at most this number of entries other than 0 count as rows of zeros.
+        gather: whether the means are over the rows of all ranks, as many on each.
 
     Returns:
         0-d, fp32 (fp64 for fp64 inputs), one statistic of the whole batch, hence no ``reduction``;
         0 for ``B = 0``.
 
     Raises:
-        ValueError: for wrong shapes, devices or hyperparameters, weights below 0 (checked on the
-            CPU), or ``"unbiased"`` with fewer than two rows.
+        ValueError: for wrong shapes, devices, weights or hyperparameters, or too few rows.
         TypeError: for wrong dtypes.
 
     Examples:
@@ -65,9 +59,8 @@ def flops_loss(
         tensor(4.)
 
     References:
-        Minimizing FLOPs to Learn Efficient Sparse Representations. SPLADE: Sparse Lexical and
-        Expansion Model for First Stage Ranking. Exploring l0 Sparsification for Inference-free
-        Sparse Retrievers (``threshold``).
+        Minimizing FLOPs to Learn Efficient Sparse Representations. Exploring l0 Sparsification for
+        Inference-free Sparse Retrievers (``threshold``).
     """
     _, squared_mean = mean_and_square(activations, estimator, gather, threshold)
     return (squared_mean if token_weight is None else token_weight * squared_mean).sum()

@@ -24,26 +24,22 @@ def idf_flops_loss(
 
     $x_{ij}$ is the activation of token $j$ in row $i$, $w$ the ``token_penalty`` (see
     ``idf_penalty``). Near zero the gradient of the second sum vanishes, that of the first does not.
-    ``estimator="unbiased"`` replaces $m_j^2$ as in ``flops_loss``; the first sum has no bias.
-    Activations must be >= 0, which is not checked: values of opposite signs cancel in $m_j$.
+    ``estimator="unbiased"`` replaces $m_j^2$ as in ``flops_loss``. Activations must be >= 0, which
+    is not checked: values of opposite signs cancel in $m_j$.
 
     Args:
         activations: ``[B, V]`` floating, >= 0; dense or CSR, with a gradient of its pattern.
         token_penalty: ``[V]``, ``w``; cast to the dtype of the computation.
         beta: weight of the squared part, >= 0.
         estimator: ``"biased"`` or ``"unbiased"`` (needs ``B >= 2``).
-        threshold: rows with at most this number of entries other than 0 count as rows of zeros, as
-            in ``flops_loss``.
-        gather: whether the means are over the rows of all ranks, which must all have the same
-            number of rows (see ``sparse_losses.distributed``); only sums ``[V]`` are exchanged.
+        threshold: rows with at most this number of entries other than 0 count as rows of zeros.
+        gather: whether the means are over the rows of all ranks, as many on each.
 
     Returns:
-        0-d, fp32 (fp64 for fp64 activations), one statistic of the whole batch, hence no
-        ``reduction``; 0 for ``B = 0``.
+        0-d, fp32 (fp64 for fp64 activations), one statistic of the batch; 0 for ``B = 0``.
 
     Raises:
-        ValueError: for wrong shapes, devices or hyperparameters, or ``"unbiased"`` with fewer than
-            two rows.
+        ValueError: for wrong shapes, devices or hyperparameters, or too few rows.
         TypeError: for wrong dtypes.
 
     Examples:
@@ -54,8 +50,8 @@ def idf_flops_loss(
         tensor(133.2000)
 
     References:
-        Minimizing FLOPs to Learn Efficient Sparse Representations. The weighting comes from the
-        notes of a Korean neural sparse retriever (its versions V25 and V26).
+        Minimizing FLOPs to Learn Efficient Sparse Representations. The weighting: notes of a Korean
+        neural sparse retriever (its versions V25 and V26).
     """
     mean, squared_mean = mean_and_square(activations, estimator, gather, threshold)
     if beta == 0:  # 0 times the square of a large mean, which is infinite, is NaN

@@ -27,8 +27,7 @@ def language_penalty_loss(
     Args:
         activations: ``[B, V]`` floating; dense or CSR, with a gradient of its pattern.
         token_penalty: ``[V]``, ``p``; cast to the dtype of the computation.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
-            same number of rows (see ``sparse_losses.distributed``).
+        gather: whether ``reduction`` is over the rows of all ranks, as many on each.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:

@@ -4,14 +4,12 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.checks import values_can_be_checked
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.reduction import Reduction, reduce
-from sparse_losses.distributed import sum_over_ranks
+from sparse_losses._core.reduction import Reduction, reduce, reduce_means
 
 
 @loss(
-    student_positive="B",
+    student_positive="B, uncast",
     student_negative="B or B N",
     teacher_positive="B, detached",
     teacher_negative="B or B N, detached",
@@ -40,12 +38,9 @@ def margin_mse_loss(
         student_positive: ``[B]`` floating.
         student_negative: ``[B]``, or ``[B, N]``.
         teacher_positive: ``[B]``; detached. ``-inf`` marks a row without a positive.
-        teacher_negative: in the shape of ``student_negative``; detached; ``-inf`` marks a negative
-            that does not exist.
-        candidate_mask: in the shape of ``student_negative``, bool, int or float 0/1; marks the
-            negatives that exist.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
-            same number of rows (see ``sparse_losses.distributed``).
+        teacher_negative: ``[B]`` or ``[B, N]``; detached. ``-inf`` marks what does not exist.
+        candidate_mask: ``[B]`` or ``[B, N]`` bool, int or float 0/1; marks negatives that exist.
+        gather: whether ``reduction`` is over the rows of all ranks, as many on each.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -76,31 +71,20 @@ def margin_mse_loss(
     has_list = student_negative.ndim == 2
     if has_list:
         student_positive, teacher_positive = student_positive[:, None], teacher_positive[:, None]
-    student_margin = student_positive - student_negative
-    teacher_margin = teacher_positive - teacher_negative
-    is_free = values_can_be_checked(student_margin) and values_can_be_checked(teacher_margin)
-    if is_free and candidate_mask is None and reduction == "mean" and not gather:
-        mean = nnf.mse_loss(student_margin, teacher_margin)
-        if mean.item() < torch.inf:  # then every candidate exists
-            return mean
     # A NaN of one side does not make up for the -inf of the other.
     absent = torch.fmin(teacher_positive, teacher_negative) == -torch.inf
     if candidate_mask is not None:
         absent = absent | ~candidate_mask
-    student_margin = student_margin.masked_fill(absent, 0.0)
-    teacher_margin = teacher_margin.masked_fill(absent, 0.0)
-    if reduction == "mean" and not has_list:
+    student_margin = (student_positive - student_negative).masked_fill(absent, 0.0)
+    teacher_margin = (teacher_positive - teacher_negative).masked_fill(absent, 0.0)
+    if reduction == "mean" and not (has_list or gather):
         total = nnf.mse_loss(student_margin, teacher_margin, reduction="sum")
-        count = (~absent).sum()
-        if gather:
-            total, count = sum_over_ranks(total), sum_over_ranks(count)
-        return total / count.clamp(min=1)
-    values = nnf.mse_loss(student_margin, teacher_margin, reduction="none")
-    is_there = ~absent
-    if has_list:
-        values = values.sum(1) / is_there.sum(1).clamp(min=1)
-        is_there = is_there.any(1)
-    return reduce(values, reduction, is_there, gather, zeroed=True)
+        return total / (~absent).sum().clamp(min=1)
+    squares = nnf.mse_loss(student_margin, teacher_margin, reduction="none")
+    if not has_list:
+        return reduce(squares, reduction, ~absent, gather, zeroed=True)
+    num_negatives = (~absent).sum(1, dtype=squares.dtype)
+    return reduce_means(squares.sum(1), num_negatives, reduction, gather)
 
 
 class MarginMSELoss(LossModule):

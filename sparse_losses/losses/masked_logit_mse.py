@@ -1,14 +1,13 @@
 """Masked logit MSE: a student's logits follow a teacher's where either is active (MILCO, 2025)."""
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.reduction import Reduction, reduce
+from sparse_losses._core.reduction import Reduction, reduce_means
 
 
-@loss(student_logits="B V", teacher_logits="B V, detached", threshold="finite")
+@loss(student_logits="B V, uncast", teacher_logits="B V, detached", threshold="finite")
 def masked_logit_mse_loss(
     student_logits: Tensor,
     teacher_logits: Tensor,
@@ -23,16 +22,13 @@ def masked_logit_mse_loss(
     \qquad A_i = \{j : z_{ij} > \theta \text{ or } t_{ij} > \theta\}$$
 
     $z_{ij}$ is the student's pooled logit of token $j$ for text $i$, $t_{ij}$ the teacher's,
-    $\theta$ the ``threshold``. A dimension that neither activates has no term: the student need not
-    copy how far below zero it is there.
+    $\theta$ the ``threshold``.
 
     Args:
-        student_logits: ``[B, V]`` floating; signed, as ``return_logits=True`` of the head gives
-            them: activations have no gradient where the student should become active.
+        student_logits: ``[B, V]`` floating; signed, as ``return_logits=True`` of the head gives.
         teacher_logits: ``[B, V]``, over the same vocabulary; detached.
         threshold: $\theta$, finite, on the scale of the logits.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
-            same number of rows (see ``sparse_losses.distributed``).
+        gather: whether ``reduction`` is over the rows of all ranks, as many on each.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -56,11 +52,9 @@ def masked_logit_mse_loss(
     """
     # A NaN of either side is not silent.
     is_silent = torch.maximum(student_logits.detach(), teacher_logits) <= threshold
-    active = [x.masked_fill(is_silent, 0.0) for x in (student_logits, teacher_logits)]
-    squares = nnf.mse_loss(*active, reduction="none")
-    num_active = (~is_silent).sum(1)
-    values = squares.sum(1) / num_active.clamp(min=1)
-    return reduce(values, reduction, num_active > 0, gather, zeroed=True)
+    difference = (student_logits - teacher_logits).masked_fill(is_silent, 0.0)
+    num_active = (~is_silent).sum(1, dtype=difference.dtype)
+    return reduce_means(difference.square().sum(1), num_active, reduction, gather)
 
 
 class MaskedLogitMSELoss(LossModule):
@@ -72,8 +66,6 @@ class MaskedLogitMSELoss(LossModule):
         >>> MaskedLogitMSELoss()(torch.tensor([[2.0, -1.0]]), torch.tensor([[5.0, -3.0]]))
         tensor(9.)
     """
-
-    threshold: float
 
     def __init__(
         self, *, threshold: float = 0.0, gather: bool = False, reduction: Reduction = "mean"

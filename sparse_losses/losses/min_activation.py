@@ -30,10 +30,9 @@ def min_activation_loss(
     \qquad k_i = \min(k, n_i)$$
 
     $x_{i(r)}$ is the $r$-th largest activation of row $i$, $k$ is ``top_k``, $\theta$ the
-    ``threshold``, $n_i$ the row's token count ($k_i = k$ without ``token_counts``). The loss keeps
-    active rows active. It cannot revive an all-zero row, as a zero ReLU output has no gradient:
-    warm up the sparsity weight, or pass signed pooled logits (the threshold is then on their
-    scale). The same vector for every text satisfies it, so it does not prevent collapse.
+    ``threshold``, $n_i$ the row's token count ($k_i = k$ without ``token_counts``). An all-zero
+    row cannot be revived, as a zero ReLU output has no gradient: pass signed pooled logits for
+    that. The same vector for every text satisfies the loss, so it does not prevent collapse.
 
     Args:
         activations: ``[B, V]`` floating; activations or signed pooled logits. A CSR tensor has
@@ -42,8 +41,7 @@ def min_activation_loss(
             activate five. A row with count 0 is not valid.
         top_k: ``k``, the number of activations averaged, 1 to ``V``.
         threshold: the mean to reach, finite, in units of the activations.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
-            same number of rows (see ``sparse_losses.distributed``).
+        gather: whether ``reduction`` is over the rows of all ranks, as many on each.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:

@@ -32,17 +32,15 @@ def n_pair_loss(
 
     $$\ell_i = \log\Bigl(1 + \sum_k \exp(a_i \cdot n_k - a_i \cdot p_i)\Bigr)$$
 
-    $a_i$, $p_i$ are anchor and positive of row $i$. Its negatives $n_k$ are ``negative`` if given,
-    else the other rows' positives. Equals InfoNCE on dot products at temperature 1.
+    $a_i$, $p_i$ are anchor and positive of row $i$, $n_k$ its negatives: ``negative``, or without
+    it the other rows' positives. Equals InfoNCE on dot products at temperature 1.
 
     Args:
-        anchor: ``[B, D]`` floating. All but negatives per row may be CSR tensors; the gradient of
-            one has its pattern.
-        positive: ``[B, D]``.
-        negative: ``[N, D]``, shared by all rows, or ``[B, N, D]``, ``N`` for each row.
+        anchor: ``[B, D]`` floating, dense or CSR, with a gradient of its pattern.
+        positive: ``[B, D]``, likewise.
+        negative: ``[N, D]``, likewise, shared by all rows, or dense ``[B, N, D]``.
         gather: whether all ranks' positives and shared negatives are used, and ``"mean"`` and
-            ``"sum"`` are over all ranks' rows (see ``sparse_losses.distributed``). Sizes must be
-            the same on every rank.
+            ``"sum"`` are over all ranks' rows, whose sizes agree (``sparse_losses.distributed``).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:

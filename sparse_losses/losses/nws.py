@@ -1,6 +1,6 @@
 """NWS: multi-label contrastive learning with keys, a queue and label prototypes."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.softmax import masked_logsumexp, negative_log_softmax, softplus
 from sparse_losses.distributed import gather_rows
-from sparse_losses.fast.nws import direct_nws, largest_of_labels
+from sparse_losses.fast.nws import Call, direct_nws, largest_of_labels
 
 Aggregation = Literal["mean", "max"]
 Impl = Literal["auto", "definition", "direct"]
@@ -62,10 +62,9 @@ def nws_loss(
 
     $s_{ir}$ is the cosine of query $i$ and reference $r$ (keys, queue, prototypes), $t$ the
     temperature, $M_i = \max_r s_{ir} / t$. $y$ are multi-hot labels, $|y|$ is their number. $N_i$
-    are the references that share no label with query $i$; prototype $l$ has label $l$ only.
-    $\beta_u$ is $\beta$ for keys and queue and 1 for prototypes.
-    $a_{iu} = 1 - \mathrm{sim}(y_i, y_u)$ for keys and queue and 1 for prototypes, where sim
-    aggregates the ``label_similarity`` $S$:
+    are the references that share no label with query $i$; prototype $l$ has label $l$ only. For
+    keys and queue $\beta_u = \beta$ and $a_{iu} = 1 - \mathrm{sim}(y_i, y_u)$, for prototypes both
+    are 1, where sim aggregates the ``label_similarity`` $S$:
 
     $$\mathrm{sim} = \frac{y_i^\top S y_u}{|y_i| |y_u| + \varepsilon} \;(\text{mean})
     \qquad \max_{c \in y_i,\, d \in y_u} S_{cd} \;(\text{max})$$
@@ -81,21 +80,20 @@ def nws_loss(
     with sums over keys and queue; $D_{ic} \le 10^{-6}$ is replaced by 1 (at $\alpha = 1$, if only
     the prototype has that label). Memory is $O(B R)$ for $R$ references.
 
-    The denominator contains only negatives, so the loss may be negative. ``decoupled=False`` adds
-    the positives with weight 1; then $\ell_i \ge 0$ if all weights $w \ge 0$.
+    Without positives in the denominator the loss may be negative. ``decoupled=False`` adds them
+    with weight 1; then $\ell_i \ge 0$ if all weights $w \ge 0$.
 
     Args:
         query: ``[B, F]`` floating; normalised here, as are all references.
         query_labels: ``[B, L]`` multi-hot, bool, int or float 0/1.
         prototype: ``[L, F]``, one learnable row per label.
-        label_similarity: ``[L, L]``, ``S`` in [0, 1], such as
-            ``sparse_losses.label_similarity(labels)``. Needed with ``key`` or ``queue``.
+        label_similarity: ``[L, L]``, ``S`` in [0, 1]; needed with ``key`` or ``queue``.
         key: ``[K, F]``, detached; needs ``key_labels``.
         key_labels: ``[K, L]`` multi-hot. A key without labels is a negative with ``a = 1``.
         queue: ``[Q, F]``, detached; needs ``queue_labels`` (see ``LabelQueue``).
         queue_labels: ``[Q, L]`` multi-hot.
-        queue_mask: ``[Q]`` bool, int or float 0/1; marks the filled slots. Without it, a slot
-            whose features and labels are all zero counts as empty, as in a new ``LabelQueue``.
+        queue_mask: ``[Q]`` bool, int or float 0/1; marks the filled slots. Without it, slots whose
+            features and labels are all zero are empty, as in a new ``LabelQueue``.
         alpha: weight of keys and queue among the positives, >= 0.
         beta: weight of keys and queue among the negatives, >= 0; 0 removes them.
         temperature: ``t``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
@@ -116,8 +114,7 @@ def nws_loss(
         row without negatives if ``decoupled`` and ``eps=0``.
 
     Raises:
-        ValueError: for wrong shapes, devices or hyperparameters, labels that are not 0/1, a
-            similarity outside [0, 1], or features without labels.
+        ValueError: for wrong shapes, devices, values or hyperparameters, or missing labels.
         TypeError: for wrong dtypes.
 
     Examples:
@@ -129,66 +126,48 @@ def nws_loss(
 
     References:
         Decoupled Contrastive Learning. Multi-Label Contrastive Learning: A Comprehensive Study (the
-        weights). Momentum Contrast for Unsupervised Visual Representation Learning (the queue). The
-        negative weights come from an unpublished definition of the NWS loss, in Japanese.
+        weights). Momentum Contrast (the queue). An unpublished definition of NWS (the negatives).
     """
-    _check(query_labels, label_similarity, key, key_labels, queue, queue_labels, queue_mask)
+    if query_labels.shape[1] == 0:
+        raise ValueError("expected `prototype` of at least one label, got L = 0")
+    for name, features, labels in (("key", key, key_labels), ("queue", queue, queue_labels)):
+        if (features is None) != (labels is None):
+            names = (f"`{name}`", f"`{name}_labels`")
+            absent, present = names if features is None else names[::-1]
+            raise ValueError(f"expected {absent} with {present}, got None")
+    if queue_mask is not None and queue is None:
+        raise ValueError("expected `queue` with `queue_mask`, got None")
+    if label_similarity is None and (key is not None or queue is not None):
+        raise ValueError("expected `label_similarity` with `key` or `queue`, got None")
     if queue is not None and queue_labels is not None and queue_mask is None:
         queue_mask = queue.any(-1) | (queue_labels.amax(-1) != 0)
     if key is not None and key_labels is not None and gather:
         key, key_labels = gather_rows(key), gather_rows(key_labels != 0)
-    arguments = {
-        "query": query,
-        "prototype": prototype,
-        "temperature": temperature,
-        "query_labels": query_labels,
-        "label_similarity": label_similarity,
-        "key": key,
-        "key_labels": key_labels,
-        "queue": queue,
-        "queue_labels": queue_labels,
-        "queue_mask": queue_mask,
-        "alpha": alpha,
-        "beta": beta,
-        "aggregation": aggregation,
-        "decoupled": decoupled,
-        "eps": eps,
-        "gather": gather,
-        "reduction": reduction,
-    }
+    tensors = query, prototype, temperature, query_labels, label_similarity
+    extra = key, key_labels, queue, queue_labels, queue_mask
+    options = alpha, beta, aggregation, decoupled, eps, gather, reduction
+    # mypy unpacks no several tuples.
+    arguments = Call(*tensors, *extra, *options)._asdict()  # type: ignore[arg-type]
     return compute(_definition, IMPLEMENTATIONS, impl, arguments)
 
 
-def _definition(
-    query: Tensor,
-    prototype: Tensor,
-    temperature: float | Tensor,
-    query_labels: Tensor,
-    label_similarity: Tensor | None,
-    key: Tensor | None,
-    key_labels: Tensor | None,
-    queue: Tensor | None,
-    queue_labels: Tensor | None,
-    queue_mask: Tensor | None,
-    *,
-    alpha: float,
-    beta: float,
-    aggregation: str,
-    decoupled: bool,
-    eps: float,
-    gather: bool,
-    reduction: Reduction,
-) -> Tensor:
+def _definition(**arguments: Any) -> Tensor:
     """The formula, with references in the order prototypes, keys, queue."""
-    features, y_r, filled = _instances(prototype, key, key_labels, queue, queue_labels, queue_mask)
-    y = query_labels.to(features.dtype)
+    call = Call(**arguments)
+    alpha, beta, eps, decoupled = call.alpha, call.beta, call.eps, call.decoupled
+    features, y_r, is_empty = call.instances()
+    features = as_single(features)
+    filled = y_r.new_ones(len(y_r), dtype=torch.bool)
+    if is_empty is not None:
+        filled = torch.cat([filled[len(is_empty) :], ~is_empty])
+    y = call.query_labels.to(y_r.dtype)
     count = y.sum(-1, keepdim=True).clamp(min=1)  # rows without labels are not valid
     shared = y @ y_r.T
     overlap = alpha / (count + y_r.sum(-1) - shared).clamp(min=1)  # alpha / |y_i or y_r|
     D = y * (overlap @ y_r + 1 - alpha / count)
     per_label = y / (torch.where(D <= 1e-6, 1.0, D) + eps)
     w = torch.cat([per_label, overlap * (per_label @ y_r.T)], dim=1)
-    unlike = (1 - _similarity(y, y_r, label_similarity, aggregation, eps)).clamp(0, 1)
+    unlike = (1 - _similarity(y, y_r, call)).clamp(0, 1)
     a = torch.cat([torch.ones_like(y), torch.where(filled, beta * unlike, 0.0)], dim=1)  # beta_u a
     is_positive = torch.cat([y, shared], dim=1) > 0
     a = torch.where(is_positive, 0.0 if decoupled else 1.0, a)  # in the denominator: u in N_i
@@ -196,7 +175,7 @@ def _definition(
     valid = y.any(-1)
     if decoupled and eps == 0:
         valid = valid & (a > 0).any(-1)
-    s = _cosines(query, features, prototype, valid) / temperature
+    s = _cosines(call.query, features, call.prototype, valid) / call.temperature
     weighted = s + a.log()
     absent = ~((a > 0) | s.isnan())  # keeps a NaN of weight 0
     if eps > 0:
@@ -214,29 +193,7 @@ def _definition(
             absent = torch.cat([absent, torch.zeros_like(valid)[:, None]], dim=1)
         terms = negative_log_softmax(weighted, absent)[:, : s.shape[1]]
     values = (w * torch.where(is_positive, terms, 0.0)).sum(-1) / (count[:, 0] + eps)
-    return reduce(values, reduction, valid, gather)
-
-
-def _instances(
-    prototype: Tensor,
-    key: Tensor | None,
-    key_labels: Tensor | None,
-    queue: Tensor | None,
-    queue_labels: Tensor | None,
-    queue_mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Features, labels and filled slots of keys, then queue; zeros where a slot is empty."""
-    none = as_single(prototype.detach()[:0])  # `cat` casts halves to its dtype
-    features, labels, filled = [none], [none.new_empty(0, len(prototype))], [none.bool().any(-1)]
-    if key is not None and key_labels is not None:
-        features.append(key)
-        labels.append(key_labels.to(none.dtype))
-        filled.append(torch.ones_like(key_labels[:, 0], dtype=torch.bool))
-    if queue is not None and queue_labels is not None and queue_mask is not None:
-        features.append(torch.where(queue_mask[:, None], queue, 0.0))
-        labels.append(torch.where(queue_mask[:, None], queue_labels.to(none.dtype), 0.0))
-        filled.append(queue_mask)
-    return torch.cat(features), torch.cat(labels), torch.cat(filled)
+    return reduce(values, call.reduction, valid, call.gather)
 
 
 def _cosines(query: Tensor, features: Tensor, prototype: Tensor, valid: Tensor) -> Tensor:
@@ -248,47 +205,17 @@ def _cosines(query: Tensor, features: Tensor, prototype: Tensor, valid: Tensor) 
     return torch.cat([query @ normalize(x).T for x in parts], dim=1)
 
 
-def _similarity(
-    y: Tensor, y_r: Tensor, label_similarity: Tensor | None, aggregation: str, eps: float
-) -> Tensor:
+def _similarity(y: Tensor, y_r: Tensor, call: Call) -> Tensor:
     """``sim(y_i, y_r)`` as ``[B, R]``; 0 for an unlabelled reference."""
-    if label_similarity is None:  # then there are no keys and no queue
+    if call.label_similarity is None:  # then there are no keys and no queue
         return y @ y_r.T
-    if aggregation == "mean":
+    if call.aggregation == "mean":
         # The numerator is 0 where a count is clamped to 1. A query without labels is not valid.
         pairs = y.sum(-1, keepdim=True) * y_r.sum(-1).clamp(min=1)
-        return (y @ label_similarity) @ y_r.T / (pairs + eps)
+        return (y @ call.label_similarity) @ y_r.T / (pairs + call.eps)
     # The maximum over the query's labels, then over the reference's.
-    by_label = largest_of_labels(label_similarity.T, y).T
+    by_label = largest_of_labels(call.label_similarity.T, y).T
     return largest_of_labels(by_label, y_r)
-
-
-def _check(
-    query_labels: Tensor,
-    label_similarity: Tensor | None,
-    key: Tensor | None,
-    key_labels: Tensor | None,
-    queue: Tensor | None,
-    queue_labels: Tensor | None,
-    queue_mask: Tensor | None,
-) -> None:
-    """Raise for references without their labels or features."""
-    if query_labels.shape[1] == 0:
-        raise ValueError("expected `prototype` of at least one label, got L = 0")
-    _check_together("key", key, "key_labels", key_labels)
-    _check_together("queue", queue, "queue_labels", queue_labels)
-    if queue_mask is not None and queue is None:
-        raise ValueError("expected `queue` with `queue_mask`, got None")
-    if label_similarity is None and (key is not None or queue is not None):
-        raise ValueError("expected `label_similarity` with `key` or `queue`, got None")
-
-
-def _check_together(
-    name: str, tensor: Tensor | None, other_name: str, other: Tensor | None
-) -> None:
-    if (tensor is None) != (other is None):
-        present, absent = (other_name, name) if tensor is None else (name, other_name)
-        raise ValueError(f"expected `{absent}` with `{present}`, got None")
 
 
 def _unsupported_reason(arguments: Arguments) -> str | None:
@@ -302,11 +229,7 @@ def _unsupported_reason(arguments: Arguments) -> str | None:
     return None
 
 
-IMPLEMENTATIONS = (
-    Implementation(
-        "direct", unsupported_reason=_unsupported_reason, is_preferred=always, compute=direct_nws
-    ),
-)
+IMPLEMENTATIONS = (Implementation("direct", _unsupported_reason, always, direct_nws),)
 
 
 class NWSLoss(LossModule):
@@ -326,11 +249,6 @@ class NWSLoss(LossModule):
     """
 
     label_similarity: Tensor | None
-    alpha: float
-    beta: float
-    temperature: float | Tensor
-    eps: float
-    gather: bool
 
     def __init__(
         self,

@@ -23,16 +23,14 @@ def pairwise_contrastive_loss(
     $$\ell_i = \begin{cases} d_i^2 & \text{same} \\ \max(0, m - d_i)^2 & \text{else} \end{cases}
     \qquad d_i = \lVert x_{1,i} - x_{2,i} \rVert_2$$
 
-    $m$ is the margin. For identical vectors of different classes the direction of the gradient is
-    undefined; it is 0, not NaN.
+    $m$ is the margin. For identical vectors of different classes the gradient is 0, not NaN.
 
     Args:
         x1: ``[B, D]`` floating.
         x2: ``[B, D]``.
         same: ``[B]`` bool, int or float 0/1; whether the pair is of the same class.
         margin: ``m``, in units of the Euclidean distance, >= 0.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
-            same number of rows (see ``sparse_losses.distributed``).
+        gather: whether ``reduction`` is over the rows of all ranks, as many on each.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:

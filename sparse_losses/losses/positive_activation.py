@@ -6,7 +6,7 @@ from torch import Tensor
 from sparse_losses._core.checks import check_shapes, check_weights
 from sparse_losses._core.entries import values_at
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.reduction import Reduction, reduce
+from sparse_losses._core.reduction import Reduction, reduce_means
 from sparse_losses._core.softmax import softplus
 from sparse_losses._core.token_ids import (
     TokenIds,
@@ -38,9 +38,8 @@ def positive_activation_loss(
     $$\ell_i = -\frac{\sum_{j \in T_i} u_j x_{ij}}{\sum_{j \in T_i} u_j}$$
 
     $T_i$ is the set of attended ids of the positive of row $i$, $x_{ij}$ the activation of token
-    $j$ in the anchor, $u$ the ``token_weight`` (default 1). The loss is unbounded below and its
-    slope is constant, so it raises stopwords first, which are in most texts. Use idf weights, or
-    ``saturating``, which replaces $-x_{ij}$ by $\log(1 + e^{-x_{ij}}) > 0$.
+    $j$ in the anchor, $u$ the ``token_weight`` (default 1). The loss is unbounded below and raises
+    stopwords first. ``saturating`` replaces $-x_{ij}$ by $\log(1 + e^{-x_{ij}}) > 0$.
 
     Args:
         activations: ``[B, V]`` floating; activations of the anchors, dense or CSR, with a gradient
@@ -50,8 +49,7 @@ def positive_activation_loss(
         token_weight: ``[V]``, ``u`` >= 0; cast to the dtype of the computation.
         saturating: whether to replace $-x_{ij}$ as above.
         ignore_token_ids: ids left out of $T_i$, such as the special tokens.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
-            same number of rows (see ``sparse_losses.distributed``).
+        gather: whether ``reduction`` is over the rows of all ranks, as many on each.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -59,8 +57,7 @@ def positive_activation_loss(
         has a total weight of 0.
 
     Raises:
-        ValueError: for wrong shapes, devices or reduction, attended ids outside ``[0, V)`` or a
-            negative weight.
+        ValueError: for wrong shapes, devices, reduction, ids or weights.
         TypeError: for wrong dtypes.
 
     Examples:
@@ -79,23 +76,21 @@ def positive_activation_loss(
     if ignored is not None:
         attended = attended & ~ignored[ids]
     ids, is_target = first_occurrences(ids, attended)
-    weight = is_target.to(x.dtype)
-    valid = is_target.any(-1)
+    found = values_at(x, ids) if x.layout == torch.sparse_csr else x.gather(1, ids)
+    weight = is_target
     if token_weight is not None:
         weight = torch.where(is_target, token_weight[ids], 0.0)
-        valid = weight.any(-1)  # a NaN weight is valid, so that it is visible
-        is_target = is_target & valid[:, None]
+        valid = weight.any(-1, keepdim=True)  # a NaN weight is valid, so that it is visible
+        is_target = is_target & valid
         if weight.shape[1]:  # a mean sees no scale, and sums of scaled weights stay in range
             largest = weight.detach().amax(-1, keepdim=True)
-            weight = weight / largest.clamp(min=torch.finfo(weight.dtype).tiny)
-        weight = weight.masked_fill(~valid[:, None], 0.0)  # no gradient from a row without weight
-
-    found = values_at(x, ids) if x.layout == torch.sparse_csr else x.gather(1, ids)
-    target = found.masked_fill(~is_target, 0.0)
-    cost = softplus(-target) if saturating else -target
-    total = weight.sum(-1).clamp(min=torch.finfo(weight.dtype).tiny)  # 0 in a row that is not valid
-    values = (weight * cost).sum(-1) / total
-    return reduce(values, reduction, valid, gather, zeroed=True)
+            weight = weight / largest.masked_fill(~valid, 1.0)
+        weight = weight.masked_fill(~valid, 0.0)  # no gradient from a row without weight
+    cost = -found.masked_fill(~is_target, 0.0)
+    if saturating:
+        cost = softplus(cost).masked_fill(~is_target, 0.0)
+    total = cost.sum(-1) if token_weight is None else (weight * cost).sum(-1)
+    return reduce_means(total, weight.sum(-1, dtype=total.dtype), reduction, gather)
 
 
 class PositiveActivationLoss(LossModule):

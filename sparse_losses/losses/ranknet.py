@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.reduction import Reduction, reduce
+from sparse_losses._core.reduction import Reduction, reduce_means
 from sparse_losses._core.softmax import softplus
 
 
 @loss(
-    student_scores="B C",
+    student_scores="B C, uncast",
     teacher_scores="B C, detached",
     candidate_mask="B C, mask, optional",
     temperature="> 0, learnable",
@@ -39,8 +39,7 @@ def ranknet_loss(
             a candidate.
         candidate_mask: ``[B, C]`` bool, int or float 0/1; marks the entries that count.
         temperature: ``T``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
-            same number of rows (see ``sparse_losses.distributed``).
+        gather: whether ``reduction`` is over the rows of all ranks, as many on each.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -64,20 +63,23 @@ def ranknet_loss(
         Learning to Rank using Gradient Descent, eq. 3 with a target probability of 1. The mean over
         the pairs of a row is an addition.
     """
-    student, teacher = student_scores, teacher_scores
+    teacher = teacher_scores
     if candidate_mask is not None:
         teacher = teacher.masked_fill(~candidate_mask, -torch.inf)
-    student = student + teacher.clamp(0, 0)  # a NaN of the teacher shows, in the gradient too
-    worse = teacher.masked_fill(teacher == -torch.inf, torch.inf)  # than which nothing is better
-    no_pair = teacher[:, :, None] <= worse[:, None, :]  # a NaN makes pairs
-    gap = student[:, None, :] - student[:, :, None]
+    # Nothing is better than what is no candidate. A NaN makes pairs.
+    worse = teacher.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=torch.inf)
+    no_pair = teacher[:, :, None] <= worse[:, None, :]
+    # A NaN of the teacher shows in the student's scores, and so in the gradient.
+    scores = (student_scores + teacher.clamp(0, 0))[:, None].expand(no_pair.shape)
+    gap = scores - scores.mT
     if isinstance(temperature, Tensor):  # its gradient multiplies by the gaps: 0 * inf is NaN
         gap = gap.masked_fill(no_pair, 0.0)
-    gap = gap / temperature
-    # The cost of -inf is 0, in the gradient too.
-    cost = softplus(gap.masked_fill(no_pair, -torch.inf)).sum((1, 2))
-    num_pairs = (~no_pair).sum((1, 2))
-    return reduce(cost / num_pairs.clamp(min=1), reduction, num_pairs > 0, gather, zeroed=True)
+    if isinstance(temperature, Tensor) or temperature != 1.0:
+        gap = gap / temperature
+    with torch.no_grad():  # the cost of -inf is 0, and its slope is 0 without this mask's
+        gap.masked_fill_(no_pair, -torch.inf)
+    num_pairs = no_pair.shape[1] ** 2 - no_pair.sum((1, 2), dtype=gap.dtype)
+    return reduce_means(softplus(gap).sum((1, 2)), num_pairs, reduction, gather)
 
 
 class RankNetLoss(LossModule):
@@ -89,8 +91,6 @@ class RankNetLoss(LossModule):
         >>> RankNetLoss()(torch.zeros(1, 3), torch.tensor([[2.0, 1.0, 1.0]]))  # log(2)
         tensor(0.6931)
     """
-
-    temperature: float | Tensor
 
     def __init__(
         self,
@@ -110,7 +110,5 @@ class RankNetLoss(LossModule):
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        options = self.hyperparameters(gather=gather)
-        return ranknet_loss(
-            student_scores, teacher_scores, candidate_mask=candidate_mask, **options
-        )
+        options = self.hyperparameters(gather=gather) | {"candidate_mask": candidate_mask}
+        return ranknet_loss(student_scores, teacher_scores, **options)

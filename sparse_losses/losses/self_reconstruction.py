@@ -6,12 +6,7 @@ from torch import Tensor
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import softplus
-from sparse_losses._core.token_ids import (
-    TokenIds,
-    check_ids,
-    first_occurrences,
-    id_mask,
-)
+from sparse_losses._core.token_ids import TokenIds, check_ids, first_occurrences, id_mask
 
 
 @loss(activations="B V", input_ids="B S, token ids at attention_mask", attention_mask="B S, mask")
@@ -36,23 +31,19 @@ def self_reconstruction_loss(
 
     For activations $x \ge 0$ the loss is at least $(1 - k/V) \log 2$ with $k = |T_i|$, and a token
     with activation 0 gets no gradient through its ReLU. Signed pooled logits (``return_logits`` of
-    ``splade_pool``) have neither limit. Prefer them if inactive tokens must become active;
-    activations suffice if the text's tokens are active and should remain so.
+    ``splade_pool``) have neither limit: prefer them if inactive tokens must become active.
 
     Args:
         activations: ``[B, V]`` floating; activations or signed pooled logits.
         input_ids: ``[B, S]`` integers in ``[0, V)``; ignored where the mask is 0.
         attention_mask: ``[B, S]`` bool, int or float 0/1.
-        ignore_token_ids: ids that count neither as targets nor as others, such as the special
-            tokens: this loss would raise them while a FLOPS penalty lowers them.
+        ignore_token_ids: ids that are neither targets nor others, such as the special tokens.
         balanced: whether to weigh both sides equally, as above; an empty side counts as 0.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
-            same number of rows (see ``sparse_losses.distributed``).
+        gather: whether ``reduction`` is over the rows of all ranks, as many on each.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
-        fp32 (fp64 for fp64 activations), 0-d or ``[B]``. A row without attended ids is valid and
-        has no targets.
+        fp32 (fp64 for fp64 activations), 0-d or ``[B]``. A row without targets is valid.
 
     Raises:
         ValueError: for wrong shapes, devices or reduction, or attended ids outside ``[0, V)``.

@@ -7,7 +7,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.reduction import Reduction, reduce
+from sparse_losses._core.reduction import Reduction, reduce, reduce_means
 from sparse_losses._core.similarity import normalize
 
 
@@ -41,17 +41,14 @@ def triplet_margin_loss(
         anchor: ``[B, D]`` floating.
         positive: ``[B, D]``.
         negative: ``[B, D]``, or ``[B, N, D]``.
-        candidate_mask: ``[B, N]`` bool, int or float 0/1; marks the negatives that exist, if
-            these are ``[B, N, D]``, and hides the NaN of the others.
+        candidate_mask: ``[B, N]`` bool, int or float 0/1; marks negatives ``[B, N, D]`` that exist.
         margin: ``m``, in units of the similarity, finite.
         similarity: ``"cosine"`` (of the rows, normalised here), ``"dot"`` or ``"euclidean"``.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
-            same number of rows (see ``sparse_losses.distributed``).
+        gather: whether ``reduction`` is over the rows of all ranks, as many on each.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
-        fp32 (fp64 for fp64 inputs), 0-d or ``[B]``, >= 0. A row without a negative is not valid:
-        its loss is 0, without a gradient.
+        fp32 (fp64 for fp64 inputs), 0-d or ``[B]``, >= 0. A row without a negative is not valid.
 
     Raises:
         ValueError: for wrong shapes, devices or hyperparameters.
@@ -67,7 +64,6 @@ def triplet_margin_loss(
     References:
         FaceNet: A Unified Embedding for Face Recognition and Clustering, section 3.1.
     """
-    valid = None
     if negative.ndim == 3 and negative.shape[1] == 0:
         candidate_mask = negative.new_zeros(negative.shape[:2], dtype=torch.bool)
     if candidate_mask is not None:
@@ -88,8 +84,7 @@ def triplet_margin_loss(
     if candidate_mask is None:
         return reduce(hinges.mean(-1), reduction, gather=gather)
     total = hinges.masked_fill(~candidate_mask, 0.0).sum(1)
-    values = total / candidate_mask.sum(1).clamp(min=1)
-    return reduce(values, reduction, valid, gather, zeroed=True)
+    return reduce_means(total, candidate_mask.sum(1, dtype=total.dtype), reduction, gather)
 
 
 def _similarities(
@@ -144,7 +139,5 @@ class TripletMarginLoss(LossModule):
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        options = self.hyperparameters(gather=gather)
-        return triplet_margin_loss(
-            anchor, positive, negative, candidate_mask=candidate_mask, **options
-        )
+        options = self.hyperparameters(gather=gather) | {"candidate_mask": candidate_mask}
+        return triplet_margin_loss(anchor, positive, negative, **options)

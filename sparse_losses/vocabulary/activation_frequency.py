@@ -14,25 +14,19 @@ from sparse_losses.distributed import agree_across_ranks, sum_over_ranks
 class ActivationFrequency(nn.Module):
     r"""Counter of the share of texts that activate each dimension, its posting list's length.
 
-    $$
-    f_j = \frac{\sum_b d^{a_b} n_{bj}}{\sum_b d^{a_b} B_b} \qquad
-    w_j = \frac{1}{1 + \bigl(f_j^{\log_\alpha 2} - 1\bigr)^\beta}
-    $$
+    $$f_j = \frac{\sum_b d^{a_b} n_{bj}}{\sum_b d^{a_b} B_b} \qquad
+    w_j = \frac{1}{1 + \bigl(f_j^{\log_\alpha 2} - 1\bigr)^\beta}$$
 
     $n_{bj}$ of the $B_b$ texts of batch $b$ activate dimension $j$; the batch is $a_b$ batches old.
     $d$ is ``decay``; without it $d$ is 1 and $f$ is exact. $w$ is the weight of DF-FLOPS: 0 at
     $f_j = 0$, one half at $f_j = \alpha$, 1 at $f_j = 1$.
 
-    In DF-FLOPS the weight stands inside the square, so ``flops_loss`` takes its square. A text with
-    a NaN does not count. Nothing here waits for the device.
+    DF-FLOPS has it inside the square: ``flops_loss`` takes its square. A text with a NaN does not
+    count. Nothing here waits for the device.
 
     Args:
-        vocab_size: Number of dimensions, V.
+        vocab_size: number of dimensions, V.
         decay: ``d``, between 0 and 1, for an exponential average over batches.
-
-    Raises:
-        ValueError: If ``vocab_size`` is below 1, or ``decay`` not between 0 and 1.
-        TypeError: If either is not a number.
 
     Examples:
         >>> import torch
@@ -70,14 +64,7 @@ class ActivationFrequency(nn.Module):
 
     @torch.no_grad()
     def update(self, activations: Tensor) -> None:
-        """Count a batch.
-
-        Args:
-            activations: ``[B, V]``, a text per row, dense or CSR; entries > 0 are active.
-
-        Raises:
-            ValueError: If the shape is not ``[B, V]`` or the device not the counter's.
-        """
+        """Count a batch ``[B, V]``, a text per row, dense or CSR; entries > 0 are active."""
         check_shapes(activations=(activations, "B V, csr"), **{"self.active": (self.active, "V")})
         if self.decay is not None:
             for total in self.buffers():
@@ -94,11 +81,7 @@ class ActivationFrequency(nn.Module):
         self.own_num_texts.add_(is_number.sum())
 
     def merge(self, other: "ActivationFrequency") -> Self:
-        """Add the counts of ``other``, which is not changed, and return this counter.
-
-        Raises:
-            ValueError: If the vocabulary sizes or the decays differ.
-        """
+        """Add the counts of ``other``, of the same size and decay, and return this counter."""
         for name in ("vocab_size", "decay"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -109,14 +92,7 @@ class ActivationFrequency(nn.Module):
 
     @torch.no_grad()
     def all_reduce(self) -> Self:
-        """Add what the other ranks counted since the last call, and return this counter.
-
-        Call it on every rank before ``penalty`` and before saving; it may be called again.
-        Without a process group it changes no frequency.
-
-        Raises:
-            ValueError: On every rank, if the ranks count other dimensions or have other decays.
-        """
+        """Add what the other ranks counted since the last call; return this counter."""
         counts = torch.cat([self.own_active, self.own_num_texts[None]])
         same = {"V": self.vocab_size, "`decay`": self.decay}
         agree_across_ranks("ActivationFrequency.all_reduce", True, counts, **same)
@@ -128,10 +104,7 @@ class ActivationFrequency(nn.Module):
         return self
 
     def frequency(self) -> Tensor:
-        """Return the share of the texts that activate each dimension, fp32 ``[V]`` in [0, 1].
-
-        It is 0 before the first text.
-        """
+        """Return the share of the texts that activate each dimension, fp32 ``[V]``, 0 at first."""
         num_texts = (self.num_texts + self.own_num_texts).float()
         active = (self.active + self.own_active).float()
         return active / torch.where(num_texts > 0, num_texts, 1.0)
@@ -140,12 +113,8 @@ class ActivationFrequency(nn.Module):
         """Return DF-FLOPS' weight ``w``, fp32 ``[V]`` in [0, 1].
 
         Args:
-            alpha: The frequency whose weight is one half, between 0 and 1.
-            beta: Steepness of the weight there, > 0.
-
-        Raises:
-            ValueError: If ``alpha`` or ``beta`` is out of range.
-            TypeError: If either is not a number.
+            alpha: the frequency whose weight is one half, between 0 and 1.
+            beta: steepness of the weight there, > 0.
         """
         check_number("alpha", alpha, minimum=0.0, exclusive=True)
         check_number("beta", beta, minimum=0.0, exclusive=True)

@@ -25,51 +25,42 @@ def bm25_scores(
 ) -> Tensor:
     r"""BM25 scores of every query of a batch with every document.
 
-    $$
-    \mathrm{BM25}(q, d) = \sum_t q_t \, \mathrm{idf}_t \,
-    \frac{f_t \, (k_1 + 1)}{f_t + k_1 \, (1 - b + b \, |d| / \overline{|d|})}
-    $$
+    $$\mathrm{BM25}(q, d) = \sum_t q_t \, \mathrm{idf}_t \,
+    \frac{f_t \, (k_1 + 1)}{f_t + k_1 \, (1 - b + b \, |d| / \overline{|d|})}$$
 
-    where $q_t$ and $f_t$ count token $t$ in the query and in the document, $|d|$ is the number of
-    tokens of the document, repeats included, and $\overline{|d|}$ the mean of that number over the
-    corpus. Memory grows with the tokens of the batch, not with the vocabulary.
+    $q_t$ and $f_t$ count token $t$ in query and document, $|d|$ is the number of tokens of the
+    document, repeats included, $\overline{|d|}$ its mean over the corpus. Memory grows with the
+    tokens of the batch, not with the vocabulary.
 
     Args:
-        query_input_ids: Token ids of the queries, integers ``[B, S]``.
-        query_attention_mask: Bool, integer or float 0/1 ``[B, S]``; ids are ignored where it is 0.
-        document_input_ids: Token ids ``[C, T]`` of documents that are shared by all queries, or
-            ``[B, N, T]`` of ``N`` documents for each query.
-        document_attention_mask: Mask of the shape of ``document_input_ids``.
-        idf: Inverse document frequency ``[V]``, such as ``DocumentFrequency.idf()``.
-        mean_length: Mean length of the corpus' documents in tokens, > 0, such as
-            ``DocumentFrequency.mean_length``.
-        k1: Weight of repeats of a token in a document, >= 0; at 0 repeats add nothing.
-        b: Strength of the normalisation by document length, in [0, 1].
-        ignore_token_ids: Ids in ``[0, V)`` that neither score nor count in a document's length,
-            such as the special tokens.
+        query_input_ids: ``[B, S]`` integers in ``[0, V)``.
+        query_attention_mask: ``[B, S]`` bool, int or float 0/1; ids are ignored where it is 0.
+        document_input_ids: ``[C, T]``, shared by all queries, or ``[B, N, T]``, ``N`` per query.
+        document_attention_mask: in the shape of ``document_input_ids``.
+        idf: ``[V]``, floating, such as ``DocumentFrequency.idf()``.
+        mean_length: > 0, in tokens, such as ``DocumentFrequency.mean_length``.
+        k1: weight of repeats of a token in a document, >= 0; at 0 repeats add nothing.
+        b: strength of the normalisation by document length, in [0, 1].
+        ignore_token_ids: ids that neither score nor count in a length, such as special tokens.
 
     Returns:
-        Scores without gradient, float32 ``[B, C]``, or ``[B, N]`` with ``N`` documents per query.
-        A query or a document without tokens scores 0.
+        fp32 ``[B, C]``, or ``[B, N]`` with ``N`` documents per query, without a gradient. A query
+        or a document without tokens scores 0.
 
     Raises:
-        ValueError: If shapes or devices do not agree, an id is outside ``[0, V)``, or a number is
-            outside its range.
-        TypeError: If the ids are not integers, or ``idf`` is not floating point.
+        ValueError: for wrong shapes, devices or numbers, or an id outside ``[0, V)``.
+        TypeError: for wrong dtypes.
 
     Examples:
         >>> import torch
         >>> from sparse_losses import bm25_scores
         >>> queries, documents = torch.tensor([[1, 2]]), torch.tensor([[1, 1, 3], [2, 3, 0]])
         >>> idf = torch.tensor([0.0, 1.0, 2.0, 0.5])
-        >>> bm25_scores(
-        ...     queries, torch.ones(1, 2), documents, documents > 0, idf, mean_length=2.5
-        ... )
+        >>> bm25_scores(queries, queries > 0, documents, documents > 0, idf, mean_length=2.5)
         tensor([[1.3018, 2.1782]])
 
     References:
-        Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009,
-        equation 3.15, and its remark on queries that repeat a token.
+        The Probabilistic Relevance Framework: BM25 and Beyond, eq. 3.15 and its remark on queries.
     """
     vocab_size = check_shapes(
         query_input_ids=(query_input_ids, "B S"),
@@ -84,7 +75,6 @@ def bm25_scores(
     ignored = id_mask("ignore_token_ids", ignore_token_ids, vocab_size, idf.device)
 
     def kept(side: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return the ids that count, ``ABSENT`` elsewhere."""
         counts = as_mask(f"{side}_attention_mask", attention_mask)
         ids = attended_ids(f"{side}_input_ids", input_ids, counts, vocab_size)
         if ignored is not None:

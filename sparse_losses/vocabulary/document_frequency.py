@@ -14,7 +14,7 @@ from sparse_losses._core.files import npz_headers, refused_if_damaged, replaced_
 from sparse_losses._core.token_ids import as_mask, attended_ids, first_occurrences
 from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ranks
 
-NUMBERS = ("num_tokens", "num_documents", "vocab_size")  # of a file
+NUMBERS = ("num_documents", "vocab_size", "num_tokens")  # of a file; old ones lack the last
 
 
 class DocumentFrequency:
@@ -33,7 +33,8 @@ class DocumentFrequency:
     Attributes:
         df: Number of documents per token, int64 ``[V]``, on the CPU.
         num_documents: Number of documents, N.
-        num_tokens: Number of attended tokens in all documents, repeats included.
+        num_tokens: Number of attended tokens in all documents, repeats included; ``None`` if
+            counts come from an old file, which did not have it.
 
     Examples:
         >>> import torch
@@ -47,9 +48,6 @@ class DocumentFrequency:
         2.5
         >>> counter.idf()
         tensor([1.7918, 0.1823, 0.6931, 0.6931, 1.7918], dtype=torch.float64)
-
-    References:
-        Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009.
     """
 
     def __init__(self, vocab_size: int, *, tokenizer_sha256: str | None = None) -> None:
@@ -57,16 +55,17 @@ class DocumentFrequency:
         self.vocab_size = int(vocab_size)
         self.tokenizer_sha256 = tokenizer_sha256
         self.df = torch.zeros(self.vocab_size, dtype=torch.int64, device="cpu")
-        self.num_documents = self.num_tokens = 0
+        self.num_documents = 0
+        self.num_tokens: int | None = 0
 
     def __repr__(self) -> str:
-        return (
-            f"DocumentFrequency(vocab_size={self.vocab_size}, num_documents={self.num_documents})"
-        )
+        return f"DocumentFrequency({self.vocab_size}, num_documents={self.num_documents})"
 
     @property
     def mean_length(self) -> float:
         """Mean number of tokens per document, ``num_tokens / num_documents``."""
+        if self.num_tokens is None:
+            raise ValueError("expected `num_tokens` for `mean_length`, but an old file had none")
         return self.num_tokens / self._documents_for("mean_length")
 
     def _documents_for(self, wanted: str) -> int:
@@ -84,8 +83,12 @@ class DocumentFrequency:
         ids = attended_ids("input_ids", input_ids.cpu(), attended, self.vocab_size)
         ordered, first = first_occurrences(ids, attended)
         self.df += torch.bincount(ordered[first], minlength=self.vocab_size)
-        self.num_documents += len(ids)
-        self.num_tokens += int(attended.sum())
+        self._add(len(ids), int(attended.sum()))
+
+    def _add(self, num_documents: int, num_tokens: int | None) -> None:
+        self.num_documents += num_documents
+        known = self.num_tokens is not None and num_tokens is not None
+        self.num_tokens = self.num_tokens + num_tokens if known else None  # type: ignore[operator]
 
     def merge(self, other: "DocumentFrequency") -> Self:
         """Add the counts of ``other``, of the same vocabulary, and return this counter."""
@@ -94,36 +97,38 @@ class DocumentFrequency:
             if ours != theirs:
                 raise ValueError(f"expected equal `{name}` to merge, got {ours!r} and {theirs!r}")
         self.df += other.df
-        self.num_documents += other.num_documents
-        self.num_tokens += other.num_tokens
+        self._add(other.num_documents, other.num_tokens)
         return self
 
     def all_reduce(self) -> Self:
         """Sum the counts over the ranks of the process group, if there is one; return this counter.
 
-        Call it once, after all counting. Ranks of other vocabularies are an error on every rank.
+        Call it once, after all counting.
         """
         if num_ranks() == 1:
             return self
-        numbers = torch.tensor([self.num_documents, self.num_tokens], device="cpu")
+        is_unknown = self.num_tokens is None
+        numbers = torch.tensor([self.num_documents, self.num_tokens or 0, is_unknown], device="cpu")
         on_gpu = torch.distributed.get_backend() == "nccl"
         counts = torch.cat([self.df, numbers]).to("cuda" if on_gpu else "cpu")
         vocabulary = {"vocab_size": self.vocab_size, "tokenizer_sha256": self.tokenizer_sha256}
         agree_across_ranks("DocumentFrequency.all_reduce", True, counts, **vocabulary)
         counts = sum_over_ranks(counts).cpu()
-        self.df, (self.num_documents, self.num_tokens) = counts[:-2], counts[-2:].tolist()
+        self.df, (self.num_documents, num_tokens, num_unknown) = counts[:-3], counts[-3:].tolist()
+        self.num_tokens = None if num_unknown else num_tokens
         return self
 
     def idf(self, smoothing: Literal["bm25", "standard"] = "bm25") -> Tensor:
         """Return the inverse document frequency of every token, float64 ``[V]``."""
         check_choice("smoothing", smoothing, ("bm25", "standard"))
         n, df = self._documents_for("idf"), self.df.double()
-        is_bm25 = smoothing == "bm25"  # which is positive for every token
+        is_bm25 = smoothing == "bm25"
         return torch.log1p((n - df + 0.5) / (df + 0.5)) if is_bm25 else torch.log(n / (df + 1))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the counts atomically, as an ``.npz`` archive; no suffix is appended."""
-        arrays: dict[str, Any] = {name: np.int64(getattr(self, name)) for name in NUMBERS}
+        numbers = {name: getattr(self, name) for name in NUMBERS}
+        arrays: dict[str, Any] = {n: np.int64(x) for n, x in numbers.items() if x is not None}
         arrays |= {"df": self.df.numpy(), "tokenizer_sha256": np.str_(self.tokenizer_sha256 or "")}
         with replaced_file(path) as file:  # NumPy appends .npz to a name, but not to an open file
             np.savez_compressed(file, **arrays)
@@ -134,8 +139,8 @@ class DocumentFrequency:
     ) -> Self:
         """Load a file written by ``save``, without unpickling.
 
-        Counts of another ``tokenizer`` (with ``get_vocab()``) or ``vocab_size``, where these are
-        given, are refused before they are unpacked. Impossible numbers are refused, too.
+        Counts of another ``tokenizer`` (with ``get_vocab()``) or ``vocab_size``, where given, are
+        refused before they are unpacked. So are impossible numbers.
         """
         sha256 = None if tokenizer is None else tokenizer_sha256(tokenizer)
         what = f"{path} is not a DocumentFrequency file"
@@ -150,24 +155,24 @@ class DocumentFrequency:
                 if archive.zip.testzip() is not None:
                     raise ValueError("its checksum is wrong")
                 df, most = torch.from_numpy(archive["df"]), found["num_documents"]
-                if df.min() < 0 or df.max() > most or df.sum() > found["num_tokens"]:
+                if df.min() < 0 or df.max() > most or df.sum() > found.get("num_tokens", np.inf):
                     raise ValueError(f"its `df` is not of {most} documents")
         counter = cls(len(df), tokenizer_sha256=found["tokenizer_sha256"])
-        counter.df, counter.num_documents, counter.num_tokens = df, most, found["num_tokens"]
+        counter.df, counter.num_documents, counter.num_tokens = df, most, found.get("num_tokens")
         return counter
 
 
 def _small_entries(archive: Any) -> dict[str, Any]:
     """Read all but the counts, of which shape and dtype are checked."""
     stored, kinds = npz_headers(archive), {"tokenizer_sha256": "U", **dict.fromkeys(NUMBERS, "i")}
-    if stored.keys() != {"df", *kinds}:
+    if not {"df", *kinds} - {"num_tokens"} <= stored.keys() <= {"df", *kinds}:
         raise ValueError(f"it contains {', '.join(stored)}")
     shape_of_df, dtype_of_df = stored.pop("df")
     for name, (shape, dtype) in stored.items():
         if shape or dtype.kind != kinds[name]:
             raise ValueError(f"its `{name}` is {dtype} of shape {list(shape)}")
     found = {name: archive[name].item() for name in stored}
-    if min(found[name] for name in NUMBERS) < 0:
+    if min(found[name] for name in NUMBERS if name in found) < 0:
         raise ValueError("one of its numbers is below 0")
     if shape_of_df != (found["vocab_size"],) or dtype_of_df != np.int64:
         raise ValueError("its `df` has not V integers")

@@ -22,46 +22,36 @@ _BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 
 def language_token_ids(
-    tokenizer: Any,
-    scripts: Sequence[str] = ("Hangul", "Latin"),
-    *,
-    allow_common: bool = True,
+    tokenizer: Any, scripts: Sequence[str] = ("Hangul", "Latin"), *, allow_common: bool = True
 ) -> Tensor:
     """Return the ids of the tokens whose text uses no Unicode script other than ``scripts``.
 
-    The text of a token is derived from its spelling in the vocabulary: SentencePiece (``▁`` before
-    a word), WordPiece (``##`` inside a word) or byte-level BPE (bytes as printable characters,
-    ``Ġ`` before a word). The marker that most words have determines the kind. Incomplete characters
-    of byte tokens count as Common.
-
-    Special tokens are excluded; pass them to ``language_penalty`` separately. A plain dict or list
-    does not mark special tokens: ``<s>`` then counts as the Latin letter in it.
+    A vocabulary spells text as SentencePiece (``▁`` before a word), WordPiece (``##`` inside a
+    word) or byte-level BPE (``Ġ`` before a word) does, whichever marker most words have. Special
+    tokens are excluded. A plain dict or list does not mark them: ``<s>`` has a Latin letter.
 
     Args:
-        tokenizer: A tokenizer of ``transformers`` or ``tokenizers``, a dict from tokens to ids, or
+        tokenizer: a tokenizer of ``transformers`` or ``tokenizers``, a dict from tokens to ids, or
             a list of tokens in the order of their ids.
-        scripts: Long names of Unicode scripts, such as ``"Hangul"``, ``"Latin"``, ``"Han"``,
-            ``"Hiragana"``, ``"Katakana"`` or ``"Cyrillic"``.
-        allow_common: Whether the scripts Common (digits, punctuation, whitespace, emoji, incomplete
-            characters) and Inherited (combining marks) are allowed as well.
+        scripts: long names of Unicode scripts, such as ``"Hangul"``, ``"Latin"`` or ``"Han"``.
+        allow_common: whether the scripts Common (digits, punctuation, whitespace, emoji, incomplete
+            characters of byte tokens) and Inherited (combining marks) are allowed as well.
 
     Returns:
         Ids in increasing order, int64, on the CPU.
 
     Raises:
-        ValueError: If Unicode has no script of that name.
-        TypeError: If the tokenizer has no vocabulary, or ``scripts`` is a string.
+        ValueError: for an unknown script.
+        TypeError: for a tokenizer without a vocabulary, or a string as ``scripts``.
 
     Examples:
         >>> from sparse_losses import language_token_ids
         >>> vocabulary = ["<s>", "▁서울", "▁Seoul", "▁Сеул", "▁2024", "서울city", "ソウル"]
         >>> language_token_ids(vocabulary)
         tensor([0, 1, 2, 4, 5])
-        >>> language_token_ids(vocabulary, scripts=["Hangul"], allow_common=False)
-        tensor([1])
 
     References:
-        The Unicode Consortium, "Unicode Standard Annex #24: Unicode Script Property".
+        Unicode Standard Annex #24: Unicode Script Property.
     """
     allowed = _characters(scripts, allow_common)
     vocabulary, special = _vocabulary(tokenizer)
@@ -78,8 +68,7 @@ def language_token_ids(
 @functools.cache
 def _scripts() -> dict[str, list[int]]:
     data = files(__package__).joinpath("unicode_scripts.json").read_text(encoding="utf-8")
-    scripts: dict[str, list[int]] = json.loads(data)["scripts"]
-    return scripts
+    return json.loads(data)["scripts"]  # type: ignore[no-any-return]
 
 
 def _characters(names: Sequence[str], allow_common: bool) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -87,11 +76,8 @@ def _characters(names: Sequence[str], allow_common: bool) -> np.ndarray[Any, np.
     if isinstance(names, str):
         raise TypeError(f"expected `scripts` to be a sequence of names, got the string {names!r}")
     known = _scripts()
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f"expected `scripts` to be long names of scripts, such as 'Latin', got {name!r}"
-            )
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"expected `scripts` to be names such as 'Latin', got {unknown[0]!r}")
     allowed = np.zeros(0x110000, dtype=np.bool_)
     for name in {*names, "Common", "Inherited"} if allow_common else {*names}:
         ends = known[name]
@@ -103,7 +89,7 @@ def _characters(names: Sequence[str], allow_common: bool) -> np.ndarray[Any, np.
 def _vocabulary(tokenizer: Any) -> tuple[list[tuple[str, int]], set[int]]:
     if isinstance(tokenizer, Mapping):
         return list(tokenizer.items()), set()
-    if isinstance(tokenizer, Sequence) and not isinstance(tokenizer, str):
+    if isinstance(tokenizer, list):
         return [(token, index) for index, token in enumerate(tokenizer)], set()
     if not hasattr(tokenizer, "get_vocab"):
         raise TypeError(
@@ -123,9 +109,7 @@ def _word_marker(tokens: list[str]) -> str:
     """Return the marker that most tokens start with; it tells how the vocabulary spells text."""
     # Only before a letter, as any vocabulary may contain "###", a Markdown heading.
     marked = {
-        marker: sum(
-            token.startswith(marker) and token[len(marker) :][:1].isalnum() for token in tokens
-        )
+        marker: sum(t.startswith(marker) and t[len(marker) :][:1].isalnum() for t in tokens)
         for marker in (_BYTE_LEVEL, _SENTENCEPIECE, _WORDPIECE)
     }
     if not any(marked.values()):

@@ -23,30 +23,21 @@ def idf_penalty(
 ) -> Tensor:
     r"""Token penalties that decrease with the inverse document frequency, for the IDF-FLOPS loss.
 
-    $$
-    w_j = \exp(-\alpha\, \widehat{\mathrm{idf}}_j)
-    \quad\text{or}\quad
-    w_j = 1 - \widehat{\mathrm{idf}}_j,
-    \qquad
-    \widehat{\mathrm{idf}}_j =
-    \frac{\mathrm{idf}_j - \mathrm{idf}_{\min}}{\mathrm{idf}_{\max} - \mathrm{idf}_{\min}}
-    $$
+    $$w_j = \exp(-\alpha\, \widehat{\mathrm{idf}}_j) \quad\text{or}\quad
+    w_j = 1 - \widehat{\mathrm{idf}}_j, \qquad \widehat{\mathrm{idf}}_j =
+    \frac{\mathrm{idf}_j - \mathrm{idf}_{\min}}{\mathrm{idf}_{\max} - \mathrm{idf}_{\min}}$$
 
-    with the minimum and the maximum over the tokens that are not special. The penalty is, in this
-    order:
-
-    1. $w_j$ as above, or $1$ if the idf is constant,
-    2. raised to at least ``minimum``,
-    3. *multiplied* by ``stopword_penalty`` for stopwords,
-    4. *set* to ``special_penalty`` for special tokens, also if they are stopwords.
+    with the minimum and the maximum over the tokens that are not special; $w_j = 1$ if the idf is
+    constant. The penalty is $w_j$, raised to at least ``minimum``, then *multiplied* by
+    ``stopword_penalty`` for stopwords, and *set* to ``special_penalty`` for special tokens.
 
     Args:
         idf: Inverse document frequency, finite floating point ``[V]``.
-        alpha: Steepness of the exponential shape, at least 0; 0 makes all tokens equal.
+        alpha: Steepness of the exponential shape, >= 0; 0 makes all tokens equal.
         special_token_ids: Ids in ``[0, V)``: integers or an integer tensor, duplicates allowed.
-        special_penalty: Penalty of the special tokens, at least 0.
+        special_penalty: Penalty of the special tokens, >= 0.
         stopword_ids: Ids in ``[0, V)``, in the same form.
-        stopword_penalty: Factor on the penalty of stopwords, at least 0.
+        stopword_penalty: Factor on the penalty of stopwords, >= 0.
         minimum: Smallest penalty before that factor, in [0, 1].
         shape: ``"exponential"`` or ``"linear"``.
 
@@ -54,9 +45,8 @@ def idf_penalty(
         Penalties ``[V]`` on the device of ``idf``, float64 for float64 and float32 otherwise.
 
     Raises:
-        ValueError: If ``idf`` is not ``[V]`` or not finite, an id is outside ``[0, V)``, or a
-            hyperparameter is outside its range.
-        TypeError: If ``idf`` is not floating point or the ids are not integers.
+        ValueError: for a wrong shape or number, an idf that is not finite, or an id outside.
+        TypeError: for wrong dtypes.
 
     Examples:
         >>> import torch
@@ -64,18 +54,14 @@ def idf_penalty(
         >>> idf = torch.tensor([9.0, 1.0, 2.0, 3.0])
         >>> idf_penalty(idf, special_token_ids=[0], stopword_ids=[1])
         tensor([1.0000e+02, 1.5000e+01, 1.3534e-01, 1.8316e-02])
-        >>> idf_penalty(idf, special_token_ids=[0], shape="linear", minimum=0.1)
-        tensor([100.0000,   1.0000,   0.5000,   0.1000])
 
     References:
-        Formal et al., "SPLADE: Sparse Lexical and Expansion Model for First Stage Ranking", 2021,
-        for the FLOPS regulariser that these penalties weight.
+        From the notes of a Korean neural sparse retriever (its versions V25 and V26).
     """
     vocab_size = check_shapes(idf=(idf, "V"))["V"]
-    check_number("alpha", alpha, minimum=0.0)
-    check_number("special_penalty", special_penalty, minimum=0.0)
-    check_number("stopword_penalty", stopword_penalty, minimum=0.0)
-    check_number("minimum", minimum, minimum=0.0)
+    numbers = {"alpha": alpha, "special_penalty": special_penalty, "minimum": minimum}
+    for name, number in {**numbers, "stopword_penalty": stopword_penalty}.items():
+        check_number(name, number, minimum=0.0)
     if minimum > 1:
         raise ValueError(f"expected `minimum` in [0, 1], got {minimum!r}")
     check_choice("shape", shape, ("exponential", "linear"))
@@ -105,23 +91,20 @@ def language_penalty(
 ) -> Tensor:
     r"""Token penalties that are 0 for allowed tokens, for the language penalty loss.
 
-    $$
-    p_j = \begin{cases} 0 & j \text{ allowed or special} \\ p & \text{otherwise} \end{cases}
-    $$
+    $$p_j = \begin{cases} 0 & j \text{ allowed or special} \\ p & \text{otherwise} \end{cases}$$
 
     Args:
         vocab_size: Number of token ids, V, of the *model*, which may exceed the tokenizer's.
-        allowed_ids: Ids in ``[0, V)``, integers or an integer tensor, such as the result of
-            ``language_token_ids``.
+        allowed_ids: Ids in ``[0, V)``, as of ``language_token_ids``; integers or a tensor.
         special_token_ids: Ids in ``[0, V)`` that also get 0, as ``idf_penalty`` sets their cost.
-        penalty: Penalty $p$ of all other tokens, at least 0.
+        penalty: Penalty $p$ of all other tokens, >= 0.
 
     Returns:
         Penalties, float32 ``[V]`` on the CPU.
 
     Raises:
-        ValueError: If an id is outside ``[0, V)`` or ``penalty`` is negative or not finite.
-        TypeError: If the ids are not integers.
+        ValueError: for an id outside ``[0, V)`` or a wrong penalty.
+        TypeError: for ids that are not integers.
 
     Examples:
         >>> from sparse_losses import language_penalty
@@ -138,7 +121,5 @@ def language_penalty(
 
 def _mask(name: str, ids: TokenIds, vocab_size: int, device: torch.device) -> Tensor:
     """Return the set of ids as a mask ``[V]``; the range is checked on any device."""
-    if isinstance(ids, Tensor):
-        ids = ids.cpu()
-    mask = id_mask(name, ids, vocab_size, device)
+    mask = id_mask(name, ids.cpu() if isinstance(ids, Tensor) else ids, vocab_size, device)
     return torch.zeros(vocab_size, dtype=torch.bool, device=device) if mask is None else mask
