@@ -1,6 +1,5 @@
 """Every trainer makes the updates of a plain loop."""
 
-import functools
 import itertools
 
 import pytest
@@ -19,9 +18,6 @@ TRAINERS = {
     "sentence-transformers": trainers.by_sentence_transformers,
 }
 OF_TRANSFORMERS = (trainers.by_hugging_face, trainers.by_sentence_transformers)
-
-
-each_trainer = pytest.mark.parametrize("train", TRAINERS.values(), ids=list(TRAINERS))
 
 
 def each_works_with(*features):
@@ -130,7 +126,7 @@ def overflowing(train):
 
 
 @works_with("Lightning", "fp16")
-@each_trainer
+@pytest.mark.parametrize("train", TRAINERS.values(), ids=list(TRAINERS))
 def test_skipped_steps_do_not_count(train, tmp_path):
     run = train(tmp_path, setting.objective(), optimizer=trainers.adamw, **overflowing(train))
     taken = {int(state["step"]) for state in run.optimizer.state.values()}
@@ -156,28 +152,24 @@ def key_of(train, name):
     return f"{train.__name__} {name}"
 
 
-def run_on_this_rank(rank, folder, train, name, **options):
-    setting.forget_accelerator()
-    make, accumulation = setting.SHARED[name]
-    sizes = {"batch_size": 2, "accumulation": accumulation, "rank": rank}
-    objective = make()
-    with torch.no_grad():
-        for parameter in objective.parameters():
-            parameter += rank  # each process draws its own, and trains that of the first
-    run = train(folder, objective, **sizes, **options)
-    assert torch.distributed.get_world_size() == 2
-    weights = run.encoder.state_dict(), run.objective.state_dict()
-    return run, (weights, run.totals, run.terms, run.schedule.state_dict(), run.objective.weights)
-
-
 def on_one_of_several(rank, folder):
     for train, name in itertools.product(TRAINERS.values(), setting.SHARED):
-        this, half = folder / key_of(train, name), folder / f"{key_of(train, name)} {HALF}"
-        here = functools.partial(run_on_this_rank, rank, this, train, name)
-        run, outputs = here()
-        run.save(half)
-        straight, resumed = here(epochs=4)[1], here(resume=half)[1]
-        torch.save((outputs, straight, resumed), folder / f"{key_of(train, name)} {rank}.pt")
+        key, (make, accumulation) = key_of(train, name), setting.SHARED[name]
+        sizes, outputs = {"batch_size": 2, "accumulation": accumulation, "rank": rank}, []
+        for options in ({}, {"epochs": 4}, {"resume": folder / f"{key} {HALF}"}):
+            setting.forget_accelerator()
+            objective = make()
+            with torch.no_grad():
+                for parameter in objective.parameters():
+                    parameter += rank  # each process draws its own, and trains that of the first
+            run = train(folder / key, objective, **sizes, **options)
+            assert torch.distributed.get_world_size() == 2
+            if not options:
+                run.save(folder / f"{key} {HALF}")
+            weights = run.encoder.state_dict(), objective.state_dict()
+            states = run.schedule.state_dict(), objective.weights
+            outputs.append((weights, run.totals, run.terms, *states))
+        torch.save(outputs, folder / f"{key} {rank}.pt")
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ import re
 import pytest
 import torch
 
-from sparse_losses import Diagnostics, SpladeBatch, SpladeEncoder
+from sparse_losses import Diagnostics, SpladeBatch
 from sparse_losses.integrations.transformers import TrainingState
 from tests.integrations import setting
-from tests.integrations.trainers import adamw, by_hugging_face, compare
+from tests.integrations.trainers import adamw
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
 SAVED = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
@@ -44,22 +44,15 @@ def logs_of(trainer, name="loss"):
     return [{k: v for k, v in entry.items() if not k.endswith(timed)} for entry in entries]
 
 
-@works_with(TRAINER, "accumulation")
-def test_last_step_of_fewer_batches_is_their_mean(tmp_path):
-    run = by_hugging_face(tmp_path, setting.row_by_row(), accumulation=3, epochs=1)
-    assert len(run.totals) == 2
-    compare(run, setting.row_by_row(), batch_size=12, epochs=1)
-
-
 @works_with(TRAINER, "resume")
 def test_shuffled_rows_and_dropout_resume_to_the_bit(tmp_path):
-    settings = {"gradient_accumulation_steps": 2}
+    settings = SAVED | {"save_steps": 4, "max_steps": 8, "lr_scheduler_type": "linear"}
 
     def run(resume=None):
         objective = setting.objective()
         schedule, encoder = setting.schedule_of(objective), setting.encoder(dropout=0.1)
-        settings.update(SAVED, save_steps=4, max_steps=8, lr_scheduler_type="linear")
-        trainer = make(tmp_path, objective, schedule, encoder=encoder, **settings)
+        options = settings | {"encoder": encoder, "gradient_accumulation_steps": 2}
+        trainer = make(tmp_path, objective, schedule, **options)
         trainer.train(resume_from_checkpoint=resume)
         weights = setting.weights(trainer.model, objective)
         state = json.loads(json.dumps(schedule.state_dict()))  # as it is saved
@@ -73,22 +66,6 @@ def test_shuffled_rows_and_dropout_resume_to_the_bit(tmp_path):
     assert then_logs == logs
     assert then_state == state
     assert state["steps_taken"] == 8
-
-
-def test_checkpoint_is_a_folder_of_the_encoder_and_a_file_of_numbers(tmp_path):
-    encoder = setting.encoder(gate=True, idf_weights=torch.rand(setting.VOCAB_SIZE))
-    objective = setting.objective()
-    make(tmp_path, objective, setting.schedule_of(objective), encoder=encoder, **SAVED).train()
-    folder = tmp_path / "checkpoint-2"
-    texts = ["서울 맛집", "a learned sparse retriever"]
-    encoder.eval()
-    loaded = SpladeEncoder.from_pretrained(folder)
-    one, other = (x.encode(texts, output="dense") for x in (loaded, encoder))
-    torch.testing.assert_close(one, other, **EXACT)
-    state = json.loads((folder / "trainer_state.json").read_text("utf-8"))
-    saved = state["stateful_callbacks"]["TrainingState"]
-    assert saved["schedules"][0]["steps_taken"] == 2
-    assert [*saved["learned"].values()] == [setting.temperature(objective).item()]
 
 
 @works_with(TRAINER, "resume")

@@ -120,11 +120,8 @@ def objective():
     return sl.SpladeObjective(
         {
             "info_nce": (1.0, terms.info_nce(sl.InfoNCELoss(temperature=0.5))),
-            "triplet_margin": (0.5, terms.triplet_margin()),
-            "margin_mse": (0.01, terms.margin_mse()),
             "distillation": (0.2, terms.distillation()),
             "query_flops": (0.02, terms.flops("query")),
-            "document_min_activation": (0.1, terms.min_activation("document", **ids)),
             "document_self_reconstruction": (0.3, terms.self_reconstruction("document", **ids)),
             "query_positive_activation": (0.05, terms.positive_activation("query", **ids)),
         }
@@ -163,11 +160,6 @@ def of_rows(loss):
     return lambda texts, _: loss(rows_of(texts))
 
 
-def own_tokens(texts, _):
-    first, second = texts
-    return OWN_TOKENS(*first.join(second)[:3])
-
-
 def nws(texts, labels):
     query, key = (x.activations for x in texts)
     return sl.NWSLoss(SIMILARITY)(query, labels, PROTOTYPE, key=key, key_labels=labels)
@@ -194,7 +186,7 @@ ALONE = {
     "idf_flops": (IDF, 2, None, of_rows(IDF)),
     "min_activation": (MINIMUM, 1, None, of_rows(MINIMUM)),
     "language_penalty": (LANGUAGE, 3, None, of_rows(LANGUAGE)),
-    "self_reconstruction": (OWN_TOKENS, 2, None, own_tokens),
+    "self_reconstruction": (OWN_TOKENS, 2, None, lambda t, _: OWN_TOKENS(*t[0].join(t[1])[:3])),
     "positive_activation": (ITS_TOKENS, 2, None, lambda t, _: ITS_TOKENS(t[0][0], *t[1][1:3])),
     "nws": (sl.NWSLoss(SIMILARITY), 2, MULTI_HOT, nws),
     "objective": (objective(), 4, SCORES, of_batch),

@@ -12,11 +12,11 @@ from sparse_losses.integrations.sentence_transformers import SentenceTransformer
 from sparse_losses.objective import terms
 from tests.integrations.sentence_transformers import runs
 
-ALONE = [*(("sparse", name) for name in runs.ALONE), ("dense", "margin_mse")]
+ALONE = [*(("sparse", name, None) for name in runs.ALONE), ("dense", "margin_mse", None)]
+ALONE += [("sparse", name, 4) for name in ("info_nce", "n_pair", "ranknet", "objective")]
 
 
-@pytest.mark.parametrize("mini_batch_size", [None, 4])
-@pytest.mark.parametrize(("kind", "name"), ALONE)
+@pytest.mark.parametrize(("kind", "name", "mini_batch_size"), ALONE)
 def test_alone_it_is_its_formula(kind, name, mini_batch_size, request):
     loss, columns, labels, function = runs.ALONE[name]
     encoder = request.getfixturevalue(kind)

@@ -9,11 +9,7 @@ import pytest
 import torch
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder import losses as theirs
-from sentence_transformers.sparse_encoder.modules import (
-    SparseStaticEmbedding,
-    SpladePooling,
-    Transformer,
-)
+from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch.distributed.fsdp import fully_shard
 
 from sparse_losses import SpladeBatch, SpladeObjective, Texts
@@ -54,14 +50,20 @@ def refuse_logits(model):
     return model
 
 
+def of(architecture, path, change=lambda model: None):
+    """An encoder of a tiny language model."""
+    model = masked_lm(architecture, runs.VOCABULARY)
+    change(model)
+    model.save_pretrained(path)
+    tokenizer("wordpiece").save_pretrained(path)
+    return runs.sparse_encoder(str(path))
+
+
 @pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
 @pytest.mark.parametrize("architecture", ISSUE)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_vectors_and_gradients_are_theirs(architecture, activation, autocast, tmp_path):
-    masked_lm(architecture, runs.VOCABULARY).save_pretrained(tmp_path)
-    tokenizer("wordpiece").save_pretrained(tmp_path)
-    modules = Transformer(str(tmp_path), transformer_task="fill-mask"), SpladePooling("max")
-    reference = SparseEncoder(modules=list(modules), device="cpu")
+    reference = of(architecture, tmp_path)
     reference[1].activation_function = activation
     reference[1].chunk_size = 3  # ours needs none
     model = refuse_logits(use_splade_head(copy.deepcopy(reference)))
@@ -189,9 +191,7 @@ def test_sharded_by_two_devices_it_takes_the_step_of_one_process(sparse, folder,
 @pytest.mark.parametrize("architecture", ["bert", "modernbert"])
 def test_unpadded_texts_are_pooled_one_by_one(architecture, tmp_path):
     """What the transformer passes on with flash attention: all texts in a row, and their ends."""
-    masked_lm(architecture, runs.VOCABULARY).save_pretrained(tmp_path)
-    tokenizer("wordpiece").save_pretrained(tmp_path)
-    model = runs.sparse_encoder(str(tmp_path))
+    model = of(architecture, tmp_path)
     padded = features(model)
     expected = model(dict(padded))["sentence_embedding"]
     use_splade_head(model)
@@ -208,29 +208,24 @@ def test_lora_adapters_train_as_they_are(sparse):
     config = peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights=False)
     reference.add_adapter(config)
     reference.double()
-    model, weight = (
-        use_splade_head(copy.deepcopy(reference)),
-        torch.rand(len(TEXTS), runs.VOCABULARY),
-    )
-    (found, gradients), (expected, their_gradients) = (
-        vectors_and_gradients(x, weight) for x in (model, reference)
-    )
+    model = use_splade_head(copy.deepcopy(reference))
+    weight = torch.rand(len(TEXTS), runs.VOCABULARY)
+    found, expected = (vectors_and_gradients(x, weight) for x in (model, reference))
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(gradients, their_gradients)
     assert any("lora" in name for name, x in model.named_parameters() if x.requires_grad)
 
 
 @pytest.mark.parametrize("architecture", ISSUE)
 def test_a_scale_is_in_the_weights_and_in_the_folder(architecture, tmp_path):
     """Its logits are those of the model times the factor, with the head and without it."""
-    model = masked_lm(architecture, runs.VOCABULARY)
-    with torch.no_grad():
+
+    @torch.no_grad()
+    def move(model):
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(tmp_path)
-    tokenizer("wordpiece").save_pretrained(tmp_path)
-    plain, scaled = (runs.sparse_encoder(str(tmp_path)) for _ in range(2))
-    use_splade_head(scaled, logit_scale=1 / 30)
+
+    plain = of(architecture, tmp_path, move)
+    scaled = use_splade_head(copy.deepcopy(plain), logit_scale=1 / 30)
     logits = use_splade_head(plain).encode(TEXTS, convert_to_sparse_tensor=False).expm1()
     found = scaled.encode(TEXTS, convert_to_sparse_tensor=False)
     torch.testing.assert_close(found, (logits / 30).log1p(), rtol=1e-3, atol=1e-5)
@@ -255,15 +250,9 @@ def with_pooling(folder, pooling):
     return model
 
 
-def static_only(folder):
-    static = SparseStaticEmbedding(tokenizer("wordpiece"), torch.rand(runs.VOCABULARY))
-    return SparseEncoder(modules=[static], device="cpu")
-
-
 REFUSED = [
     (lambda folder: with_pooling(folder, torch.nn.Identity()), "after the Transformer, got Ident"),
     (lambda folder: with_pooling(folder, SpladePooling("sum")), r"\"max\"\) after .*'sum'"),
-    (static_only, "expected a SparseEncoder of a Transformer"),
     (lambda folder: torch.nn.Identity(), "a SparseEncoder of a Transformer, got .*Identity"),
 ]
 
@@ -280,11 +269,7 @@ def test_what_it_cannot_compute_is_refused_and_unchanged(make, message, folder):
 def test_another_projection_needs_the_head_again(folder):
     model, reference = use_splade_head(runs.sparse_encoder(folder)), runs.sparse_encoder(folder)
     for each in (model, reference):
-        torch.manual_seed(0)
-        each[0].model.resize_token_embeddings(runs.VOCABULARY + 2)  # in place where it is tied
-    assert_equal_vectors(model, reference)
-    for each in (model, reference):
-        layer = torch.nn.Linear(16, runs.VOCABULARY + 2)
+        layer = torch.nn.Linear(16, runs.VOCABULARY)
         torch.nn.init.constant_(layer.bias, 0.5)
         with torch.no_grad():
             layer.weight.copy_(each[0].model.get_output_embeddings().weight.flip(0))

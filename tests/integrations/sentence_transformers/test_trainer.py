@@ -12,7 +12,6 @@ from sparse_losses.integrations.sentence_transformers import SentenceTransformer
 from sparse_losses.integrations.transformers import TrainingState
 from sparse_losses.objective import terms
 from tests.integrations.sentence_transformers import runs
-from tests.representation.tiny_models import CORPUS
 
 
 def taught_objective():
@@ -126,12 +125,12 @@ def test_the_second_pass_of_the_cache_is_under_the_autocast_of_the_first(sparse)
 def test_learned_parameters_of_a_dict_of_losses_are_resumed(sparse, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
     settings |= {"multi_dataset_batch_sampler": "round_robin"}
-    data = DatasetDict({"pairs": runs.dataset(2), "a.splade": runs.dataset(3)})
+    data = DatasetDict({"pairs": runs.dataset(2), "splade": runs.dataset(3)})
     both = []
     for resume in (None, str(tmp_path / "checkpoint-2")):
         model = sparse()
         pairs, base = (SentenceTransformersLoss(model, runs.learning()) for _ in range(2))
-        loss = {"pairs": pairs, "a.splade": runs.splade(model, base, sl.FlopsLoss())}
+        loss = {"pairs": pairs, "splade": runs.splade(model, base, sl.FlopsLoss())}
         options = {"resume": resume, "callbacks": [TrainingState(loss=loss)]}
         trainer = runs.train(model, loss, data, tmp_path, **options, **settings)
         learned = [x.loss.temperature.item() for x in (pairs, base)]
@@ -143,34 +142,14 @@ def test_learned_parameters_of_a_dict_of_losses_are_resumed(sparse, tmp_path):
     runs.assert_same_weights(same, model, rtol=0, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:documents have:UserWarning")  # the model is tiny
-def test_a_sparse_encoder_is_calibrated_at_the_end(sparse, tmp_path, capsys):
-    model, loss = sparse()
-    loss = SentenceTransformersLoss(model, sl.InfoNCELoss())
-    callbacks = [TrainingState(loss=loss, calibrate_on=CORPUS, calibrate_to=9)]
-    runs.train(model, loss, runs.dataset(2), tmp_path, callbacks=callbacks)
-    active = (model.encode_document(CORPUS).to_dense() > 0).sum(1).double().mean().item()
-    assert active == pytest.approx(9, rel=0.02)
-    assert "-> 9 dimensions" in capsys.readouterr().out
-
-
 def test_model_card_describes_the_loss(sparse, tmp_path):
     model = sparse()
-    base = SentenceTransformersLoss(model, sl.InfoNCELoss(temperature=0.123))
-    loss = {
-        "alone": SentenceTransformersLoss(model, runs.objective(), mini_batch_size=7),
-        "splade": runs.splade(model, base, sl.FlopsLoss()),
-    }
-    data = {"alone": runs.dataset(4, runs.SCORES), "splade": runs.dataset(2)}
-    runs.train(model, loss, DatasetDict(data), tmp_path, max_steps=1).create_model_card()
+    loss = SentenceTransformersLoss(model, runs.objective(), mini_batch_size=7)
+    data = runs.dataset(4, runs.SCORES)
+    runs.train(model, loss, data, tmp_path, max_steps=1).create_model_card()
     card = (tmp_path / "README.md").read_text("utf-8")
-    for text in (
-        "sparse_losses.integrations.sentence_transformers.loss.SentenceTransformersLoss",
-        "document_self_reconstruction",
-        '"mini_batch_size": "7"',
-        "InfoNCELoss(temperature=0.123",
-        '"query_regularizer": "SentenceTransformersLoss"',
-    ):
+    name = "sparse_losses.integrations.sentence_transformers.loss.SentenceTransformersLoss"
+    for text in (name, "document_self_reconstruction", '"mini_batch_size": "7"', "InfoNCELoss("):
         assert text in card, text
 
 
@@ -184,7 +163,6 @@ WRONG = [
         r"of FlopsLoss \(\(\)\), got \['labels_a",
     ),
     (sl.NWSLoss(None), {}, ValueError, r"NWSLoss \(\('prototype',\)\), got \[\]"),
-    (sl.InfoNCELoss(), {"teacher": print}, ValueError, r"InfoNCELoss .*, got \['teacher'\]"),
 ]
 
 
@@ -201,9 +179,7 @@ UNFIT = [
     (sl.DistillationLoss(), 3, runs.SCORES[:6], r"labels as \[\[6, 2\]\], got \[6, 3\]"),
     (sl.PairwiseContrastiveLoss(), 2, None, "same"),
     (sl.PairwiseContrastiveLoss(), 3, runs.SAME[:6], "B = 6"),
-    (sl.NWSLoss(runs.SIMILARITY), 1, None, "query_labels"),
     (sl.SelfReconstructionLoss(), 2, None, "input_ids"),
-    (sl.PositiveActivationLoss(), 2, None, "input_ids"),
     (DISTILLED, 3, runs.SCORES[:6], r"SpladeObjective expected labels as \[\[6, 2\]\]"),
     (DISTILLED, 3, None, "teacher_scores"),
 ]
