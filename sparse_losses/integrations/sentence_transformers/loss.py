@@ -74,7 +74,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         self._kind: Any = next((kind for kind in type(loss).__mro__ if kind in LOSSES), None)
         if self._kind is None or getattr(loss, "reduction", "mean") == "none":
             raise TypeError(f"expected a loss of sparse_losses of one number, got {loss!r}")
-        used, options = LOSSES[self._kind][2:], {"labels_are_ids": labels_are_ids}
+        used, options = LOSSES[self._kind][2:], dict[str, Any](labels_are_ids=labels_are_ids)
         options |= {"teacher": teacher, "score_anchors": score_anchors, "prototype": prototype}
         received = [option for option, x in options.items() if x is not None and x is not False]
         if {*received} - {*used} or ("prototype" in used and prototype is None):
@@ -88,8 +88,8 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
             objective = sl.SpladeObjective({name: (1.0, TERMS[self._kind](loss))}, gather=gather)
         # Not as submodules: a trainer would optimise the teacher, and see the loss twice.
         self.__dict__.update(teacher=teacher, _objective=objective)
-        is_learned: Any = isinstance(prototype, nn.Parameter)
-        register = self.register_parameter if is_learned else self.register_buffer
+        is_learned = isinstance(prototype, nn.Parameter)
+        register: Any = self.register_parameter if is_learned else self.register_buffer
         register("prototype", prototype)
 
     def forward(self, sentence_features: Iterable[Any], labels: Tensor | None = None) -> Tensor:
