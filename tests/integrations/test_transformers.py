@@ -11,7 +11,6 @@ from sparse_losses.integrations.transformers import TrainingState
 from tests.integrations import setting
 from tests.integrations.trainers import adamw
 
-EXACT = {"rtol": 0.0, "atol": 0.0}
 SAVED = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
 works_with = pytest.mark.works_with
 TRAINER = "Hugging Face Trainer"
@@ -62,7 +61,7 @@ def test_shuffled_rows_and_dropout_resume_to_the_bit(tmp_path):
     moved = tmp_path / "elsewhere"
     (tmp_path / "checkpoint-4").rename(moved)
     then_weights, then_logs, then_state = run(str(moved))
-    torch.testing.assert_close(then_weights, weights, **EXACT)
+    torch.testing.assert_close(then_weights, weights, rtol=0, atol=0)
     assert then_logs == logs
     assert then_state == state
     assert state["steps_taken"] == 8

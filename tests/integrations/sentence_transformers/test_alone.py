@@ -1,7 +1,4 @@
-"""Every loss as a loss of sentence-transformers, beside its formula.
-
-Where a formula of ours is one of theirs, tests/porting holds them to each other.
-"""
+"""Every loss as a loss of sentence-transformers, beside its formula."""
 
 import pytest
 import torch

@@ -48,9 +48,6 @@ def test_both_sides_are_pruned_in_this_process(with_head, activation, sparse, tm
     assert torch.equal(model.encode(CORPUS).to_dense(), after[0])
     batch = model.train().preprocess(CORPUS)
     assert active(model(batch)["sentence_embedding"]) > 100, "training never prunes"
-    with pytest.raises(ValueError, match="only pruning a SpladeEncoder takes several"):
-        calibrate(model, CORPUS, (5, 9), verbose=False)
-    assert torch.equal(model.encode_document(CORPUS).to_dense(), after[0])
     with pytest.warns(UserWarning, match="thresholds of `calibrate` are not saved"):
         model.save_pretrained(str(tmp_path))
 

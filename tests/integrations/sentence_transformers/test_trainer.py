@@ -1,7 +1,4 @@
-"""Teachers, learned parameters, the end; the model card; errors.
-
-Accumulation, gradient caching and half precision are rows of tests/integrations/test_loops.py.
-"""
+"""Teachers, learned parameters, the model card, errors; test_loops.py has the trainers' options."""
 
 import pytest
 import torch
