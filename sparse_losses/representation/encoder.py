@@ -56,7 +56,9 @@ class SpladeEncoder(nn.Module):
         activation: ``"relu"`` or ``"log1p_relu"``, as in ``splade_head``; with
             ``expansion=False`` also ``"identity"``: the ReLU alone, as in BGE-M3.
         softcap: The soft cap of the logits. ``None``: that of the model.
-        logit_scale: A factor > 0 on the logits, such as $H^{-1/4}$ for decoders. ``None``: 1.
+        logit_scale: A factor > 0 on the logits, such as $H^{-1/4}$ for decoders. ``None``: 1. Where
+            a normalisation comes before the projection, as in masked models, it is multiplied into
+            the model's weights, and the attribute is ``None``.
         bidirectional: Whether each position of a causal language model attends to later ones.
         prune_ratio: The default ``prune_ratio`` of ``encode``.
         max_active_dims: The default ``max_active_dims`` of ``encode``.
@@ -133,6 +135,10 @@ class SpladeEncoder(nn.Module):
         if expansion:
             self.head = SpladeHead.from_masked_lm(model, activation=activation)
             self.head.softcap = softcap or self.head.softcap
+            # Adapters are saved without the model's weights.
+            saves_weights = inner is model and not getattr(model, "_hf_peft_config_loaded", False)
+            if logit_scale and saves_weights and parts.fold_scale(self.head, logit_scale):
+                self.logit_scale = logit_scale = None
             self.head.logit_scale *= logit_scale or 1.0
         elif not isinstance(getattr(inner, "base_model", None), nn.Module) or inner is not model:
             raise TypeError(

@@ -1,19 +1,14 @@
 """What the trainers' tests train: a tiny encoder, texts, a plain loop to compare with."""
 
+import functools
+
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
-from sparse_losses import (
-    InfoNCELoss,
-    SpladeBatch,
-    SpladeEncoder,
-    SpladeObjective,
-    TrainingSchedule,
-    Warmup,
-)
+import sparse_losses as sl
 from sparse_losses.objective import terms
 from tests.distributed.recipe import example
 from tests.representation.tiny_models import masked_lm
@@ -37,7 +32,7 @@ def tokenizer():
 def encoder(dropout=0.0, **options):
     """The same one whenever it is called."""
     dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    return SpladeEncoder(masked_lm("bert", VOCAB_SIZE, **dropouts), tokenizer(), **options)
+    return sl.SpladeEncoder(masked_lm("bert", VOCAB_SIZE, **dropouts), tokenizer(), **options)
 
 
 def rows(count=16):
@@ -51,34 +46,26 @@ def rows(count=16):
 
 
 def objective(gather=False):
-    loss = InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(1.0)))
+    loss = sl.InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(1.0)))
     flops = {f"{side}_flops": (0.01, terms.flops(side)) for side in ("document", "query")}
-    return SpladeObjective({"info_nce": (1.0, terms.info_nce(loss)), **flops}, gather=gather)
+    return sl.SpladeObjective({"info_nce": (1.0, terms.info_nce(loss)), **flops}, gather=gather)
 
 
 def temperature(objective):
     return objective.terms["info_nce"].loss.temperature
 
 
-def gathered():
-    return objective(gather=True)
-
-
 def row_by_row():
     """An objective whose value over a batch is the mean over its rows."""
     others = {"query_min_activation": (0.1, terms.min_activation("query"))}
-    return SpladeObjective({"triplet_margin": (1.0, terms.triplet_margin()), **others})
+    return sl.SpladeObjective({"triplet_margin": (1.0, terms.triplet_margin()), **others})
 
 
 def collate(rows):
     """The columns of texts, tokenized."""
+    options = {"padding": True, "return_tensors": "pt", "return_token_type_ids": False}
     words = tokenizer()
-    options = {"padding": True, "truncation": True, "max_length": 16, "return_tensors": "pt"}
-    columns = {name: words([row[name] for row in rows], **options) for name in rows[0]}
-    return {
-        name: {key: column[key] for key in ("input_ids", "attention_mask")}
-        for name, column in columns.items()
-    }
+    return {name: dict(words([row[name] for row in rows], **options)) for name in rows[0]}
 
 
 def loader(rows, batch_size, collate_fn=collate, **options):
@@ -110,26 +97,28 @@ def forget_accelerator():
 
 
 # What two processes do as one with the whole batch, and in how many batches a step.
-SHARED = {"accumulated": (row_by_row, 2), "gathered": (gathered, 1)}
+SHARED = {
+    "accumulated": (row_by_row, 2),
+    "gathered": (functools.partial(objective, gather=True), 1),
+}
 
 
 def schedule_of(objective):
     """A weight that warms up."""
     name = [*objective.weights][-1]
-    return TrainingSchedule(objective, warmups={name: Warmup(5, "quadratic")})
+    return sl.TrainingSchedule(objective, warmups={name: sl.Warmup(5, "quadratic")})
 
 
-def plain_loop(encoder, objective, batches, *, bf16=False, warms_up=True):
+def plain_loop(encoder, objective, batches, *, bf16=False):
     """PyTorch and nothing else: one step a batch; the total of each."""
     parameters = [*encoder.parameters(), *objective.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=RATE)
-    if warms_up:
-        schedule_of(objective).attach(optimizer)
+    schedule_of(objective).attach(optimizer)
     encoder.train()
     totals = []
     for inputs in batches:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            total, _ = objective(SpladeBatch.from_columns(encoder, inputs))
+            total, _ = objective(sl.SpladeBatch.from_columns(encoder, inputs))
         total.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -15,11 +15,6 @@ HELD_OUT = re.compile(r"held-out active dimensions: (\d+\.\d)")
 ALONE = ["train_with_transformers", "train_with_accelerate", "train_with_lightning"]
 
 
-def test_every_training_script_is_tested():
-    names = {path.stem for path in EXAMPLES.glob("train_with_*.py")}
-    assert names == {*ALONE, "train_with_ddp"}
-
-
 # Lightning advises more workers and a logging interval that a tiny data set does not have.
 @pytest.mark.filterwarnings("ignore:.*(num_workers|logging interval).*")
 @pytest.mark.filterwarnings("ignore:sentence-transformers does not apply document_thr:UserWarning")
@@ -30,21 +25,16 @@ def test_example_trains_and_resumes(name, tmp_path, capsys, monkeypatch):
         setting.example(name).main(tmp_path)
     finally:
         setting.forget_accelerator()
-    active = float(HELD_OUT.search(capsys.readouterr().out)[1])
-    assert 1 < active < 4
+    assert 1 < float(HELD_OUT.search(capsys.readouterr().out)[1]) < 4
 
 
 def test_ddp_example_on_two_ranks(tmp_path):
+    assert {path.stem for path in EXAMPLES.glob("train_with_*.py")} == {*ALONE, "train_with_ddp"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command += [str(EXAMPLES / "train_with_ddp.py"), str(tmp_path)]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(EXAMPLES.parent)
-    run = subprocess.run(
-        [*command, str(EXAMPLES / "train_with_ddp.py"), str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert 1 < float(HELD_OUT.search(run.stdout)[1]) < 4

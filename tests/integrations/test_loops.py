@@ -1,38 +1,23 @@
 """Every trainer makes the updates of a plain loop."""
 
-import functools
 import itertools
 
 import pytest
 import torch
-from accelerate import Accelerator
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from sparse_losses import TrainingSchedule
 from tests.distributed.ranks import as_torchrun_would
-from tests.integrations import setting
-from tests.integrations.trainers import (
-    Run,
-    adamw,
-    by_accelerate,
-    by_hugging_face,
-    by_lightning,
-    by_sentence_transformers,
-    compare,
-)
+from tests.integrations import setting, trainers
 
 works_with = pytest.mark.works_with
 HALF = "half"  # of a run: the folder or file that the other half resumes from
 TRAINERS = {
-    "accelerate": by_accelerate,
-    "Lightning": by_lightning,
-    "Hugging Face Trainer": by_hugging_face,
-    "sentence-transformers": by_sentence_transformers,
+    "accelerate": trainers.by_accelerate,
+    "Lightning": trainers.by_lightning,
+    "Hugging Face Trainer": trainers.by_hugging_face,
+    "sentence-transformers": trainers.by_sentence_transformers,
 }
-OF_TRANSFORMERS = (by_hugging_face, by_sentence_transformers)
-
-
-each_trainer = pytest.mark.parametrize("train", TRAINERS.values(), ids=list(TRAINERS))
+OF_TRANSFORMERS = (trainers.by_hugging_face, trainers.by_sentence_transformers)
 
 
 def each_works_with(*features):
@@ -53,7 +38,7 @@ def _own_state():
 def test_updates_are_those_of_a_plain_loop(train, tmp_path):
     objective = setting.objective()
     run = train(tmp_path, objective)
-    compare(run, setting.objective())
+    trainers.compare(run, setting.objective())
     assert run.schedule.steps_taken == 8
     assert setting.temperature(objective).item() != pytest.approx(1.0)
     assert run.terms["info_nce"] + 0.01 * run.terms["query_flops"] < run.totals[-1]
@@ -62,7 +47,7 @@ def test_updates_are_those_of_a_plain_loop(train, tmp_path):
 @each_works_with("bf16")
 def test_updates_under_bf16_autocast_are_those_of_a_plain_loop(train, tmp_path):
     run = train(tmp_path, setting.objective(), mixed_precision="bf16")
-    compare(run, setting.objective(), bf16=True, tolerance=1e-3)
+    trainers.compare(run, setting.objective(), bf16=True, tolerance=1e-3)
 
 
 # The compiler looks at the gradients of its inputs, also of those that have none.
@@ -71,7 +56,7 @@ def test_updates_under_bf16_autocast_are_those_of_a_plain_loop(train, tmp_path):
 def test_compiled_updates_are_those_of_a_plain_loop(train, tmp_path):
     torch._dynamo.reset()
     run = train(tmp_path, setting.objective(), compiled=True)
-    compare(run, setting.objective(), tolerance=1e-4)
+    trainers.compare(run, setting.objective(), tolerance=1e-4)
 
 
 @each_works_with("accumulation")
@@ -79,7 +64,7 @@ def test_accumulated_updates_are_those_of_the_whole_batch(train, tmp_path):
     run = train(tmp_path, setting.row_by_row(), batch_size=2, accumulation=4)
     if train not in OF_TRANSFORMERS:
         run.totals.clear()  # of other batches
-    compare(run, setting.row_by_row(), batch_size=8)
+    trainers.compare(run, setting.row_by_row(), batch_size=8)
     assert run.schedule.steps_taken == 4
 
 
@@ -100,24 +85,25 @@ class ByTheEncoder(Labelled):
 
 
 @works_with("Hugging Face Trainer", "accumulation")
-@pytest.mark.parametrize("sizes", [(2, 4), (4, 3)])  # the last step has one batch of three
-@pytest.mark.parametrize("kind", [Labelled, ByTheEncoder])
-def test_labels_in_a_batch_change_no_gradient(kind, sizes, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "batch_size", "accumulation"),
+    [(Labelled, 4, 3), (ByTheEncoder, 2, 4)],  # three batches, the last step has one
+)
+def test_labels_in_a_batch_change_no_gradient(kind, batch_size, accumulation, tmp_path):
     def collate(rows):
         return setting.collate(rows) | {"labels": torch.rand(len(rows), 2)}
 
-    batch_size, accumulation = sizes
     options = {"kind": kind, "collate": collate, "epochs": 1}
     sizes = {"batch_size": batch_size, "accumulation": accumulation}
-    run = by_hugging_face(tmp_path, setting.row_by_row(), **sizes, **options)
-    compare(run, setting.row_by_row(), batch_size=batch_size * accumulation, epochs=1)
+    run = trainers.by_hugging_face(tmp_path, setting.row_by_row(), **sizes, **options)
+    trainers.compare(run, setting.row_by_row(), batch_size=batch_size * accumulation, epochs=1)
 
 
 @each_works_with("resume")
 def test_a_resumed_run_continues_to_the_bit(train, tmp_path):
     def one(**options):
         objective = setting.objective()
-        run = train(tmp_path, objective, optimizer=adamw, **options)
+        run = train(tmp_path, objective, optimizer=trainers.adamw, **options)
         return run, run.schedule.state_dict()
 
     one()[0].save(tmp_path / HALF)  # after eight steps
@@ -131,52 +117,31 @@ def test_a_resumed_run_continues_to_the_bit(train, tmp_path):
     assert state["steps_taken"] == 16
 
 
-class Scaled(Accelerator):
-    """Scales the loss as in fp16, which accelerate leaves to GPUs; here it overflows first."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=3e38, backoff_factor=2.0**-60)
-
-
 def overflowing(train):
-    """Options with which the first steps overflow."""
-    if train is by_accelerate:
-        return {"kind": Scaled}
-    if train in OF_TRANSFORMERS:
-        return {"scaler": torch.amp.GradScaler("cpu", init_scale=3e38, backoff_factor=2.0**-60)}
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, backoff_factor=2.0**-12)
-    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+    """Options with which the first steps overflow in fp16, which accelerate leaves to GPUs."""
+    if train is trainers.by_lightning:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, backoff_factor=2.0**-12)
+        return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+    return {"scaler": torch.amp.GradScaler("cpu", init_scale=3e38, backoff_factor=2.0**-60)}
 
 
 @works_with("Lightning", "fp16")
-@each_trainer
+@pytest.mark.parametrize("train", TRAINERS.values(), ids=list(TRAINERS))
 def test_skipped_steps_do_not_count(train, tmp_path):
-    run = train(tmp_path, setting.objective(), optimizer=adamw, **overflowing(train))
+    run = train(tmp_path, setting.objective(), optimizer=trainers.adamw, **overflowing(train))
     taken = {int(state["step"]) for state in run.optimizer.state.values()}
     assert taken < {1, 2, 3, 4, 5, 6, 7}
     assert taken == {run.schedule.steps_taken}
-    if train is by_lightning:
+    if train is trainers.by_lightning:
         assert run.totals[-1] < run.totals[0], "in fp16 it trains"
-
-
-def test_schedules_attach_before_accelerate_prepares_or_after():
-    objective = setting.objective()
-    first, second = setting.schedule_of(objective), TrainingSchedule(objective)
-    optimizer = torch.optim.SGD(objective.parameters(), lr=0.1)
-    first.attach(optimizer)
-    prepared = Accelerator(cpu=True).prepare(optimizer)
-    with pytest.raises(RuntimeError, match="attached once"):
-        first.attach(prepared)
-    second.attach(prepared)
-    prepared.step()
-    assert first.steps_taken == second.steps_taken == 1
 
 
 @works_with("sentence-transformers", "cached")
 def test_cached_gradients_are_those_of_the_whole_batch_by_sentence_transformers(tmp_path):
-    run = by_sentence_transformers(tmp_path, setting.objective(), batch_size=8, mini_batch_size=3)
-    compare(run, setting.objective(), batch_size=8)
+    run = trainers.by_sentence_transformers(
+        tmp_path, setting.objective(), batch_size=8, mini_batch_size=3
+    )
+    trainers.compare(run, setting.objective(), batch_size=8)
     assert run.schedule.steps_taken == 4
 
 
@@ -187,24 +152,24 @@ def key_of(train, name):
     return f"{train.__name__} {name}"
 
 
-def run_on_this_rank(rank, folder, train, name, **options):
-    setting.forget_accelerator()
-    make, accumulation = setting.SHARED[name]
-    sizes = {"batch_size": 2, "accumulation": accumulation, "rank": rank}
-    run = train(folder, make(), **sizes, **options)
-    assert torch.distributed.get_world_size() == 2
-    weights = run.encoder.state_dict(), run.objective.state_dict()
-    return run, (weights, run.totals, run.terms, run.schedule.state_dict(), run.objective.weights)
-
-
 def on_one_of_several(rank, folder):
     for train, name in itertools.product(TRAINERS.values(), setting.SHARED):
-        this, half = folder / key_of(train, name), folder / f"{key_of(train, name)} {HALF}"
-        here = functools.partial(run_on_this_rank, rank, this, train, name)
-        run, outputs = here()
-        run.save(half)
-        straight, resumed = here(epochs=4)[1], here(resume=half)[1]
-        torch.save((outputs, straight, resumed), folder / f"{key_of(train, name)} {rank}.pt")
+        key, (make, accumulation) = key_of(train, name), setting.SHARED[name]
+        sizes, outputs = {"batch_size": 2, "accumulation": accumulation, "rank": rank}, []
+        for options in ({}, {"epochs": 4}, {"resume": folder / f"{key} {HALF}"}):
+            setting.forget_accelerator()
+            objective = make()
+            with torch.no_grad():
+                for parameter in objective.parameters():
+                    parameter += rank  # each process draws its own, and trains that of the first
+            run = train(folder / key, objective, **sizes, **options)
+            assert torch.distributed.get_world_size() == 2
+            if not options:
+                run.save(folder / f"{key} {HALF}")
+            weights = run.encoder.state_dict(), objective.state_dict()
+            states = run.schedule.state_dict(), objective.weights
+            outputs.append((weights, run.totals, run.terms, *states))
+        torch.save(outputs, folder / f"{key} {rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -227,8 +192,8 @@ def test_two_processes_update_as_one_with_the_whole_batch(train, by_two, name):
         objective.weights = its_weights
         if name != "gathered" and train not in OF_TRANSFORMERS:  # which means them over processes
             totals = []  # the loss of a process is of its rows
-        run = Run(encoder, objective, totals, {}, None, None, None)
-        compare(run, make(), batch_size=4 * accumulation)
+        run = trainers.Run(encoder, objective, totals, {}, None, None, None)
+        trainers.compare(run, make(), batch_size=4 * accumulation)
 
 
 @each_works_with("devices", "resume")
@@ -245,9 +210,9 @@ def test_two_processes_resume_with_the_same_figures(train, by_two, name):
 @BY_TWO
 def test_two_processes_of_the_hugging_face_trainer_log_as_one(by_two, name, tmp_path):
     make, accumulation = setting.SHARED[name]
-    run = by_hugging_face(tmp_path, make(), batch_size=4 * accumulation)
+    run = trainers.by_hugging_face(tmp_path, make(), batch_size=4 * accumulation)
     for rank in (0, 1):
-        outputs, _, _ = torch.load(by_two / f"{key_of(by_hugging_face, name)} {rank}.pt")
+        outputs, _, _ = torch.load(by_two / f"{key_of(trainers.by_hugging_face, name)} {rank}.pt")
         logged = outputs[2]
         assert "document/active_dimensions" in logged
         assert logged.keys() == run.terms.keys()

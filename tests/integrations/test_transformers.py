@@ -1,20 +1,16 @@
 """TrainingState in the Trainer of transformers: what the table of test_loops.py does not say."""
 
-import base64
 import json
 import re
 
 import pytest
 import torch
-from safetensors.torch import save
-from transformers import TrainerCallback
 
-from sparse_losses import Diagnostics, InfoNCELoss, SpladeBatch, SpladeEncoder
+from sparse_losses import Diagnostics, SpladeBatch
 from sparse_losses.integrations.transformers import TrainingState
 from tests.integrations import setting
-from tests.integrations.trainers import adamw, by_hugging_face, compare
+from tests.integrations.trainers import adamw
 
-EXACT = {"rtol": 0.0, "atol": 0.0}
 SAVED = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
 works_with = pytest.mark.works_with
 TRAINER = "Hugging Face Trainer"
@@ -47,27 +43,15 @@ def logs_of(trainer, name="loss"):
     return [{k: v for k, v in entry.items() if not k.endswith(timed)} for entry in entries]
 
 
-@works_with(TRAINER, "accumulation")
-def test_last_step_of_fewer_batches_is_their_mean(tmp_path):
-    run = by_hugging_face(tmp_path, setting.row_by_row(), accumulation=3, epochs=1)
-    assert len(run.totals) == 2
-    compare(run, setting.row_by_row(), batch_size=12, epochs=1)
-
-
 @works_with(TRAINER, "resume")
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"gradient_accumulation_steps": 2},
-        {"accelerator_config": {"use_seedable_sampler": False}},  # PyTorch's own
-    ],
-)
-def test_shuffled_rows_and_dropout_resume_to_the_bit(settings, tmp_path):
+def test_shuffled_rows_and_dropout_resume_to_the_bit(tmp_path):
+    settings = SAVED | {"save_steps": 4, "max_steps": 8, "lr_scheduler_type": "linear"}
+
     def run(resume=None):
         objective = setting.objective()
         schedule, encoder = setting.schedule_of(objective), setting.encoder(dropout=0.1)
-        settings.update(SAVED, save_steps=4, max_steps=8, lr_scheduler_type="linear")
-        trainer = make(tmp_path, objective, schedule, encoder=encoder, **settings)
+        options = settings | {"encoder": encoder, "gradient_accumulation_steps": 2}
+        trainer = make(tmp_path, objective, schedule, **options)
         trainer.train(resume_from_checkpoint=resume)
         weights = setting.weights(trainer.model, objective)
         state = json.loads(json.dumps(schedule.state_dict()))  # as it is saved
@@ -77,26 +61,10 @@ def test_shuffled_rows_and_dropout_resume_to_the_bit(settings, tmp_path):
     moved = tmp_path / "elsewhere"
     (tmp_path / "checkpoint-4").rename(moved)
     then_weights, then_logs, then_state = run(str(moved))
-    torch.testing.assert_close(then_weights, weights, **EXACT)
+    torch.testing.assert_close(then_weights, weights, rtol=0, atol=0)
     assert then_logs == logs
     assert then_state == state
     assert state["steps_taken"] == 8
-
-
-def test_checkpoint_is_a_folder_of_the_encoder_and_a_file_of_numbers(tmp_path):
-    encoder = setting.encoder(gate=True, idf_weights=torch.rand(setting.VOCAB_SIZE))
-    objective = setting.objective()
-    make(tmp_path, objective, setting.schedule_of(objective), encoder=encoder, **SAVED).train()
-    folder = tmp_path / "checkpoint-2"
-    texts = ["서울 맛집", "a learned sparse retriever"]
-    encoder.eval()
-    loaded = SpladeEncoder.from_pretrained(folder)
-    one, other = (x.encode(texts, output="dense") for x in (loaded, encoder))
-    torch.testing.assert_close(one, other, **EXACT)
-    state = json.loads((folder / "trainer_state.json").read_text("utf-8"))
-    saved = state["stateful_callbacks"]["TrainingState"]
-    assert saved["schedules"][0]["steps_taken"] == 2
-    assert len(saved["learned"]) > 0
 
 
 @works_with(TRAINER, "resume")
@@ -135,25 +103,6 @@ def test_terms_are_logged_as_means_of_the_window(tmp_path):
         assert 0 < entry["query/active_dimensions"] < setting.VOCAB_SIZE
 
 
-class Seen(TrainerCallback):
-    names: frozenset[str] = frozenset()
-
-    def on_log(self, *_, logs, **__):
-        self.names |= logs.keys()
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_callbacks_see_the_numbers_of_one_before_them(is_first, tmp_path):
-    objective, seen = setting.objective(), Seen()
-    trainer = make(tmp_path, objective, state=TrainerCallback(), max_steps=1)
-    both = [TrainingState(loss=objective), seen]
-    for callback in both if is_first else both[::-1]:
-        trainer.add_callback(callback)
-    trainer.train()
-    assert ("terms/info_nce" in seen.names) == is_first
-    assert "terms/info_nce" in logs_of(trainer)[0]
-
-
 def test_evaluation_terms_are_means_over_rows(tmp_path):
     """As the loss is; the last batch has fewer rows."""
     objective, rows = setting.objective(), setting.rows(7)
@@ -178,17 +127,8 @@ def test_evaluation_terms_are_means_over_rows(tmp_path):
 def test_parameters_that_are_not_optimised_are_an_error(tmp_path):
     encoder, objective = setting.encoder(), setting.objective()
     trainer = make(tmp_path, objective, encoder=encoder, optimized=encoder.parameters())
-    with pytest.raises(ValueError, match=r"one without \['loss\..*temperature'\]: pass the"):
+    with pytest.raises(ValueError, match=r"of the Trainer, got none of \['loss\..*temperature'\]"):
         trainer.train()
-
-
-def test_loss_within_the_model_is_the_models(tmp_path):
-    """Then the trainer averages its gradients."""
-    encoder, objective = setting.encoder(), setting.objective()
-    encoder.objective = objective
-    state, parameters = TrainingState(loss=objective), encoder.parameters()
-    make(tmp_path, objective, encoder=encoder, state=state, optimized=parameters).train()
-    assert state._learned == {}
 
 
 def test_checkpoint_of_another_run_is_an_error(tmp_path):
@@ -198,7 +138,7 @@ def test_checkpoint_of_another_run_is_an_error(tmp_path):
     others.append((TrainingState(*[setting.schedule_of(setting.objective())] * 2), 2))
     for state, count in others:
         other = make(tmp_path, objective, state=state, **SAVED)
-        with pytest.raises(ValueError, match=f"the state of {count} schedules and of the param"):
+        with pytest.raises(ValueError, match=f"expected {count} schedules and the parameters"):
             other.train(resume_from_checkpoint=True)
 
 
@@ -219,47 +159,34 @@ def test_damaged_checkpoint_and_replaced_callbacks_are_errors(tmp_path):
         trainer.train(resume_from_checkpoint=True)
     path = tmp_path / "checkpoint-2" / "trainer_state.json"
     content = json.loads(path.read_text("utf-8"))
-    key = "loss." + next(name for name, _ in objective.named_parameters())
-    for tensors in (None, "garbage", base64.b64encode(save({key: torch.ones(2)})).decode()):
-        content["stateful_callbacks"]["TrainingState"]["learned"] = tensors
+    (key,) = content["stateful_callbacks"]["TrainingState"]["learned"]
+    before = setting.temperature(objective).item()
+    for learned in (None, {}, {key: "garbage"}, {key: [1.0, 1.0]}):
+        content["stateful_callbacks"]["TrainingState"]["learned"] = learned
         path.write_text(json.dumps(content))
-        before = setting.temperature(objective).item()
-        with pytest.raises(ValueError, match=r"temperature'\] in checkpoint-2, got another"):
+        with pytest.raises(ValueError, match=r"temperature'\] in checkpoint-2, got others"):
             make(tmp_path, objective, **SAVED).train(resume_from_checkpoint=True)
         assert setting.temperature(objective).item() == before
 
 
-def test_arguments_of_other_types_are_errors():
-    for wrong in (3, setting.objective()):
-        with pytest.raises(TypeError, match="expected schedules, got"):
-            TrainingState(wrong)
+def test_wrong_arguments_are_errors():
     with pytest.raises(TypeError, match="list of strings, got str"):
         TrainingState(calibrate_on="a document", calibrate_to=3)
     with pytest.raises(ValueError, match="expected `calibrate_on` with `calibrate_to`"):
         TrainingState(calibrate_on=["a"] * 5)
-    losses = {"a.b": InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.5)))}
-    assert list(TrainingState(loss=losses).losses) == ["a.b"], "data sets may have dots"
 
 
-def test_both_sides_are_calibrated_at_the_end_and_other_texts_counted(tmp_path, capsys):
+def test_both_sides_are_calibrated_at_the_end(tmp_path, capsys):
     encoder, objective = setting.encoder(), setting.objective()
-    sides = {name: [row[name] for row in setting.rows(60)] for name in ("positive", "anchor")}
-    texts = {"calibrate_on": sides["positive"], "queries": sides["anchor"]}
-    state = TrainingState(loss=objective, **texts, calibrate_to=6, query_target=4)
+    documents, queries = (
+        [row[name] for row in setting.rows(60)] for name in ("positive", "anchor")
+    )
+    numbers = {"calibrate_on": documents, "calibrate_to": 6, "query_target": 4}
+    state = TrainingState(loss=objective, **numbers, queries=queries)
     make(tmp_path, objective, encoder=encoder, state=state, max_steps=7).train()
-    printed, counts = capsys.readouterr().out, []
-    for (side, column), target in zip(
-        {"document": "positive", "query": "anchor"}.items(), (6, 4), strict=True
-    ):
-        encode, all_texts = getattr(encoder, f"encode_{side}"), sides[column]
-        given = [text for number, text in enumerate(all_texts) if number % 5 != 4]
-        active = [
-            (encode(x, output="dense") > 0).sum(1).double().mean() for x in (given, all_texts[4::5])
-        ]
-        assert active[0].item() == pytest.approx(target, rel=0.05)
-        counts.append(f"{active[1]:.1f} per {side}")
-    assert f"active dimensions of other texts: {', '.join(counts)}" in printed
-    assert re.search(r"documents: .* -> 6", printed)
+    for vectors, number in ((encoder.encode(documents), 6), (encoder.encode_query(queries), 4)):
+        assert len(vectors.values()) / 60 == pytest.approx(number, rel=0.05)
+    assert re.search(r"documents: .* -> 6", capsys.readouterr().out)
 
 
 def test_what_cannot_be_calibrated_is_an_error_when_training_starts(tmp_path):

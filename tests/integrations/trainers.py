@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning
 import pytest
@@ -39,32 +40,33 @@ class Run:
     save: Callable[[Path], None]
 
 
-def by_accelerate(
-    folder,
-    objective,
-    *,
-    batch_size=4,
-    epochs=2,
-    optimizer=sgd,
-    accumulation=1,
-    resume=None,
-    kind=Accelerator,
-    rank=None,  # which it knows
-    **options,
-):
+DEFAULTS = {"batch_size": 4, "epochs": 2, "optimizer": sgd, "accumulation": 1, "resume": None}
+DEFAULTS |= {"compiled": False, "mixed_precision": "no", "rank": None}
+
+
+def planned(options):
+    """The options that all trainers take, and the others."""
+    others = {name: x for name, x in options.items() if name not in DEFAULTS}
+    return SimpleNamespace(**{name: options.get(name, x) for name, x in DEFAULTS.items()}), others
+
+
+def by_accelerate(folder, objective, *, scaler=None, **options):
     """Train as the example does, on sixteen rows."""
+    plan, options = planned(options)
     example, schedule = setting.example("train_with_accelerate"), setting.schedule_of(objective)
     model = example.Training(setting.encoder(), objective)
-    optimizer = optimizer(model.parameters())
-    if options.pop("compiled", False):
-        options["dynamo_backend"] = "aot_eager"
-    accelerator = kind(cpu=True, gradient_accumulation_steps=accumulation, **options)
+    optimizer = plan.optimizer(model.parameters())
+    options |= {"dynamo_backend": "aot_eager"} if plan.compiled else {}
+    options |= {"gradient_accumulation_steps": plan.accumulation}
+    accelerator = Accelerator(cpu=True, mixed_precision=plan.mixed_precision, **options)
+    accelerator.scaler = accelerator.scaler if scaler is None else scaler
     schedule.attach(optimizer)
     accelerator.register_for_checkpointing(schedule)
-    prepared = accelerator.prepare(model, optimizer, setting.loader(setting.rows(16), batch_size))
-    if resume is not None:
-        accelerator.load_state(str(resume))
-    last = example.train(accelerator, *prepared, epochs=epochs)
+    loader = setting.loader(setting.rows(16), plan.batch_size)
+    prepared = accelerator.prepare(model, optimizer, loader)
+    if plan.resume is not None:
+        accelerator.load_state(str(plan.resume))
+    last = example.train(accelerator, *prepared, epochs=plan.epochs)
     save = functools.partial(accelerator.save_state, safe_serialization=False)
     return Run(model.encoder, objective, [last["total"]], last, optimizer, schedule, save)
 
@@ -79,74 +81,49 @@ class Losses(lightning.Callback):
         self.seen.append({name: x.item() for name, x in trainer.callback_metrics.items()})
 
 
-def by_lightning(
-    folder,
-    objective,
-    *,
-    batch_size=4,
-    epochs=2,
-    optimizer=sgd,
-    accumulation=1,
-    resume=None,
-    rank=None,
-    **options,
-):
+def by_lightning(folder, objective, **options):
     """Likewise; a resumed run has two epochs before."""
-    ranks = 1 if rank is None else 2
-    sampler = DistributedSampler(range(16), ranks, rank or 0, shuffle=False)
-    rows = setting.loader(setting.rows(16), batch_size, sampler=sampler)
+    plan, options = planned(options)
+    ranks = 1 if plan.rank is None else 2
+    sampler = DistributedSampler(range(16), ranks, plan.rank or 0, shuffle=False)
+    rows = setting.loader(setting.rows(16), plan.batch_size, sampler=sampler)
     encoder, schedule = setting.encoder(), setting.schedule_of(objective)
-    if options.pop("compiled", False):
-        encoder.compile(backend="aot_eager")
-        objective.compile(backend="aot_eager")
-    if options.pop("mixed_precision", "no") == "bf16":
+    for module in (encoder, objective) if plan.compiled else ():
+        module.compile(backend="aot_eager")
+    if plan.mixed_precision == "bf16":
         options["precision"] = "bf16-mixed"
     kind, losses = setting.example("train_with_lightning").Retriever, Losses()
+    quiet = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger")
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=ranks,
         strategy="ddp" if ranks > 1 else "auto",
-        max_epochs=epochs if resume is None else epochs + 2,
-        accumulate_grad_batches=accumulation,
+        max_epochs=plan.epochs if plan.resume is None else plan.epochs + 2,
+        accumulate_grad_batches=plan.accumulation,
         callbacks=[losses],
         default_root_dir=folder,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
-        **options,
+        **(options | dict.fromkeys(quiet, False)),
     )
-    trainer.fit(kind(encoder, objective, schedule, optimizer), rows, ckpt_path=resume)
+    trainer.fit(kind(encoder, objective, schedule, plan.optimizer), rows, ckpt_path=plan.resume)
     totals, last = [entry["loss"] for entry in losses.seen], losses.seen[-1]
     (optimizer,) = trainer.optimizers
     return Run(encoder, objective, totals, last, optimizer, schedule, trainer.save_checkpoint)
 
 
-def settings_of(
-    *,
-    batch_size=4,
-    epochs=2,
-    optimizer=sgd,
-    accumulation=1,
-    resume=None,
-    compiled=False,
-    mixed_precision="no",
-    **settings,
-):
-    """The functions' arguments, in the words of ``TrainingArguments``."""
-    if compiled:
+def settings_of(plan):
+    """The same in the words of ``TrainingArguments``."""
+    settings = {"bf16": plan.mixed_precision == "bf16"}
+    if plan.compiled:
         settings |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    if optimizer is adamw:
+    if plan.optimizer is adamw:
         settings |= {"optim": "adamw_torch_fused", "learning_rate": 1e-2}
-    return {
-        "bf16": mixed_precision == "bf16",
-        "per_device_train_batch_size": batch_size,
-        "gradient_accumulation_steps": accumulation,
+    return settings | {
+        "per_device_train_batch_size": plan.batch_size,
+        "gradient_accumulation_steps": plan.accumulation,
         "max_steps": -1,
-        "num_train_epochs": epochs if resume is None else epochs + 2,
+        "num_train_epochs": plan.epochs if plan.resume is None else plan.epochs + 2,
         "save_strategy": "steps",  # and at the end
         "save_steps": 1000,
-        **settings,
     }
 
 
@@ -168,84 +145,51 @@ def run_of(trainer, encoder, objective, schedule, folder, resume, scaler):
 
 
 def by_hugging_face(
-    folder,
-    objective,
-    *,
-    resume=None,
-    kind=setting.InOrder,
-    collate=setting.collate,
-    scaler=None,
-    rank=None,  # which it knows
-    **options,
+    folder, objective, *, kind=setting.InOrder, collate=setting.collate, scaler=None, **options
 ):
     """Likewise; the trainer's model is the encoder."""
+    plan, _ = planned(options)
     encoder, schedule = setting.encoder(), setting.schedule_of(objective)
     parameters = [*encoder.parameters(), *objective.parameters()]
-    settings = {"remove_unused_columns": False, **options}
     diagnostics = {"document": Diagnostics(setting.VOCAB_SIZE)}
     trainer = kind(
         encoder,
-        setting.arguments(folder, **settings_of(resume=resume, **settings)),
+        setting.arguments(folder, remove_unused_columns=False, **settings_of(plan)),
         objective=objective,
         data_collator=collate,
         train_dataset=setting.rows(16),
-        optimizers=(options.get("optimizer", sgd)(parameters), None),
+        optimizers=(plan.optimizer(parameters), None),
         callbacks=[TrainingState(schedule, loss=objective, diagnostics=diagnostics)],
     )
-    return run_of(trainer, encoder, objective, schedule, folder, resume, scaler)
+    return run_of(trainer, encoder, objective, schedule, folder, plan.resume, scaler)
 
 
-def by_sentence_transformers(
-    folder,
-    objective,
-    *,
-    mini_batch_size=None,
-    resume=None,
-    scaler=None,
-    rank=None,  # which it knows
-    **options,
-):
+def by_sentence_transformers(folder, objective, *, mini_batch_size=None, scaler=None, **options):
     """Likewise."""
-    settings = settings_of(resume=resume, batch_sampler=setting.in_order, **options)
+    plan, _ = planned(options)
+    settings = settings_of(plan) | {"batch_sampler": setting.in_order}
     args = setting.arguments(folder, SparseEncoderTrainingArguments, **settings)
     with args.main_process_first():
         if args.process_index == 0:
             setting.encoder().save_pretrained(folder / "start")
-    model, schedule = SparseEncoder(str(folder / "start"), device="cpu"), []
+    model = SparseEncoder(str(folder / "start"), device="cpu")
+    schedule = setting.schedule_of(objective)
     loss = SentenceTransformersLoss(model, objective, mini_batch_size=mini_batch_size)
-
-    def schedules(steps):
-        """Made when training starts, and the trainer knows how long it is."""
-        assert steps == trainer.state.max_steps > 0
-        schedule.append(setting.schedule_of(objective))
-        return schedule
-
     trainer = SparseEncoderTrainer(
         model=model,
         args=args,
         train_dataset=Dataset.from_list(setting.rows(16)),
         loss=loss,
-        callbacks=[TrainingState(schedules, loss=loss)],
+        callbacks=[TrainingState(schedule, loss=loss)],
     )
     encoder = SpladeEncoder(model[0].auto_model, model.tokenizer)
-    run = run_of(trainer, encoder, objective, None, folder, resume, scaler)
-    (run.schedule,) = schedule
-    return run
+    return run_of(trainer, encoder, objective, schedule, folder, plan.resume, scaler)
 
 
-def compare(
-    run,
-    reference,
-    *,
-    batch_size=4,
-    epochs=2,
-    collate=setting.collate,
-    tolerance=1e-5,
-    **options,
-):
+def compare(run, reference, *, batch_size=4, epochs=2, tolerance=1e-5, **options):
     """Compare a run with PyTorch's own loop."""
     encoder = setting.encoder()
-    batches = list(setting.loader(setting.rows(16), batch_size, collate_fn=collate)) * epochs
+    batches = list(setting.loader(setting.rows(16), batch_size)) * epochs
     totals = setting.plain_loop(encoder, reference, batches, **options)
     if run.totals:
         expected = totals[-len(run.totals) :]

@@ -4,17 +4,18 @@ import itertools
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from sparse_losses._core.checks import check_number
 from sparse_losses._core.extras import from_extra
-from sparse_losses.representation._language_model import evaluating, projection_of, unwrapped
+from sparse_losses.representation._language_model import projection_of, unwrapped
 from sparse_losses.representation.head import SpladeHead
+from sparse_losses.representation.parts import fold_scale
 
 with from_extra("sentence-transformers"):
-    from sentence_transformers import SparseEncoder
     from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
+    from transformers.modeling_outputs import MaskedLMOutput
 
 
 def use_splade_head(sparse_encoder: Any, *, logit_scale: float = 1.0) -> Any:
@@ -35,9 +36,7 @@ def use_splade_head(sparse_encoder: Any, *, logit_scale: float = 1.0) -> Any:
 
     Raises:
         TypeError: for other modules, for a model that ``SpladeHead.from_masked_lm`` does not take,
-            for a ``forward`` that something else has replaced, and for a ``logit_scale`` of a model
-            whose projection does not follow a normalisation.
-        ValueError: for another pooling than the maximum.
+            and for a ``logit_scale`` of a model without a normalisation before its projection.
 
     Examples:
         ``model = use_splade_head(SparseEncoder("naver/splade-v3"))``
@@ -47,18 +46,11 @@ def use_splade_head(sparse_encoder: Any, *, logit_scale: float = 1.0) -> Any:
     replaced = []
     for transformer, pooling in _pairs(sparse_encoder):
         model = unwrapped(transformer.auto_model)
-        for module in (model, pooling):
-            if "forward" in vars(module):
-                raise TypeError(
-                    f"expected the `forward` of {type(module).__name__} itself, got one that "
-                    "another package has put in its place"
-                )
         head = SpladeHead.from_masked_lm(model, activation=pooling.activation_function)
-        if logit_scale != 1.0:
-            _scale(model, head, logit_scale)
-        layer = projection_of(model)
+        if logit_scale != 1.0 and not fold_scale(head, logit_scale):
+            raise TypeError(f"expected a normalisation before the projection of {type(model)}")
         replaced.append((model, partial(_hidden_states, model)))
-        replaced.append((pooling, partial(_pooled, pooling, model, layer, head)))
+        replaced.append((pooling, partial(_pooled, pooling, model, head)))
     for module, function in replaced:
         module.forward = function
     return sparse_encoder
@@ -80,60 +72,27 @@ def remove_splade_head(sparse_encoder: Any) -> Any:
 
 def _pairs(sparse_encoder: Any) -> list[tuple[Any, Any]]:
     """Return each transformer with the pooling that follows it."""
-    if not isinstance(sparse_encoder, SparseEncoder):
-        raise TypeError(f"expected a SparseEncoder, got {type(sparse_encoder).__name__}")
     chains = [x for x in sparse_encoder.modules() if isinstance(x, nn.Sequential)]  # of a Router
     neighbours = [pair for chain in chains for pair in itertools.pairwise([*chain, None])]
     pairs = [pair for pair in neighbours if isinstance(pair[0], Transformer)]
-    for transformer, pooling in pairs:
-        if type(pooling) is not SpladePooling:
-            before, after = type(transformer).__name__, type(pooling).__name__
-            raise TypeError(f"expected SpladePooling after {before}, got {after}")
-        if pooling.pooling_strategy != "max":
-            raise ValueError(
-                f'expected pooling_strategy="max", got {pooling.pooling_strategy!r}: the sum over '
-                "positions needs the logits of all of them"
-            )
+    for _, pooling in pairs:
+        if type(pooling) is not SpladePooling or pooling.pooling_strategy != "max":
+            raise TypeError(f'expected SpladePooling("max") after the Transformer, got {pooling!r}')
     if not pairs:
-        raise TypeError("expected a SparseEncoder with a fill-mask Transformer, got none in it")
+        raise TypeError(f"expected a SparseEncoder of a Transformer, got {type(sparse_encoder)}")
     return pairs
-
-
-@torch.no_grad()
-def _scale(model: Any, head: SpladeHead, factor: float) -> None:
-    """Multiply the logits by a factor, in the last normalisation and the bias."""
-    layers: Any = head.transform or nn.Identity()
-    weight = head.weight
-    norms = [x for x in layers.modules() if getattr(getattr(x, "weight", None), "ndim", 0) == 1]
-    scaled = [y for x in norms[-1:] for y in (x.weight, getattr(x, "bias", None)) if y is not None]
-    hidden = torch.linspace(-1, 1, 2 * weight.shape[1]).to(weight).reshape(2, 1, -1)
-    with evaluating(model):
-        expected = factor * layers(hidden)
-        for x in scaled:
-            x.mul_(factor)
-        error = (layers(hidden) - expected).abs().max() / expected.abs().max()
-    if not scaled or error > 2 * torch.finfo(weight.dtype).eps ** 0.5:
-        for x in scaled:
-            x.div_(factor)
-        kind = type(model).__name__
-        raise TypeError(f"expected a normalisation before the projection of {kind}, got none")
-    if head.bias is not None:
-        head.bias.mul_(factor)
 
 
 def _hidden_states(model: Any, **inputs: Any) -> Any:
     """Return hidden states in the place of the logits."""
-    from transformers.modeling_outputs import MaskedLMOutput
-
     output = model.base_model(**inputs)
     return MaskedLMOutput(logits=output[0], hidden_states=output.get("hidden_states"))
 
 
-def _pooled(
-    pooling: Any, model: Any, layer: Any, head: SpladeHead, features: dict[str, Any]
-) -> dict[str, Any]:
+def _pooled(pooling: Any, model: Any, head: Any, features: dict[str, Any]) -> dict[str, Any]:
     """Do what the pooling does, for hidden states in the place of logits."""
-    if projection_of(model) != layer or len(layer.weight) != len(head.weight):
+    layer = projection_of(model)
+    if layer != head._linear[0] or len(layer.weight) != len(head.weight):
         raise RuntimeError(
             "expected the vocabulary projection that `use_splade_head` found, got another: call "
             "`use_splade_head` again after resizing embeddings or adding adapters"
@@ -141,18 +100,11 @@ def _pooled(
     if layer.weight is not head.weight:  # FSDP2 has others within a step
         head.weight, head.bias = layer.weight, layer.bias
     hidden, attention_mask = features["token_embeddings"], features.get("attention_mask")
-    if "cu_seq_lens_q" in features:
-        hidden, attention_mask = _padded(hidden[0], features["cu_seq_lens_q"])
-    vectors = head(hidden, attention_mask)
+    if "cu_seq_lens_q" in features:  # the texts' states in a row, without padding
+        texts = hidden[0].split(features["cu_seq_lens_q"].diff().tolist())
+        hidden = pad_sequence(list(texts), batch_first=True)
+        attention_mask = pad_sequence([x.new_ones(len(x)) for x in texts], batch_first=True)
+    features["sentence_embedding"] = vectors = head(hidden, attention_mask)
     if getattr(pooling, "embedding_dimension", 0) is None:
         pooling.embedding_dimension = vectors.shape[1]
-    features["sentence_embedding"] = vectors
     return features
-
-
-def _padded(flat: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Return hidden states ``[B, S, H]`` and their mask from the texts' states in a row."""
-    lengths = ends.diff()
-    hidden = nn.utils.rnn.pad_sequence(list(torch.split(flat, lengths.tolist())), batch_first=True)
-    positions = torch.arange(hidden.shape[1], device=lengths.device)
-    return hidden, positions < lengths[:, None]

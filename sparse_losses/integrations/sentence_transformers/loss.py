@@ -10,8 +10,6 @@ from sentence_transformers.base.losses.merged_forward import embed_columns
 from torch import Tensor, nn
 
 import sparse_losses as sl
-from sparse_losses._core.checks import check_flag, check_integer, values_can_be_checked
-from sparse_losses._core.token_ids import as_mask
 from sparse_losses.distributed import gather_rows, num_ranks
 from sparse_losses.objective import terms
 from sparse_losses.objective.teacher import score_candidates
@@ -21,24 +19,22 @@ from sparse_losses.objective.teacher import score_candidates
 class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc]
     """A loss of this package as a loss of sentence-transformers.
 
-    Use it as the ``loss`` of a ``SparseEncoderTrainer`` or ``SentenceTransformerTrainer``, alone or
-    in a dict, or inside ``SpladeLoss`` and ``CachedSpladeLoss``, as loss or as regulariser. The
-    order of the dataset's columns gives their meaning: anchors, positives, ``n`` of negatives.
+    It is the ``loss`` of a ``SparseEncoderTrainer`` or ``SentenceTransformerTrainer``, alone or in
+    a dict, or part of ``SpladeLoss`` and ``CachedSpladeLoss``, as loss or as regulariser. The
+    columns of the dataset are, in this order, anchors, positives and ``n`` of negatives.
 
     - InfoNCE and N-pair share all negatives among the anchors. A ``SpladeObjective`` shares those
       of one column; of several, an anchor has only its own, as in the other losses.
     - ``labels`` are a teacher's scores ``[B, 1 + n]``; for MarginMSE alone also margins ``[B, n]``;
       for pairwise contrastive 0/1 ``[B]``; for NWS multi-hot ``[B, L]``.
-    - An empty negative is none: the losses of scores (all but N-pair) leave it out, whatever its
-      label, where they see token ids, which ``SpladeLoss`` does not pass on.
+    - A negative with the id of its row's positive is none, and with a score of ``-inf``.
     - Distillation, RankNet and MarginMSE alone compare dot products.
 
     Args:
         model: a ``SparseEncoder`` or ``SentenceTransformer``.
         loss: the loss, which reduces to one number.
         labels_are_ids: whether ``labels`` are integers that name the positives ``[B]``, or all
-            documents ``[B, 1 + n]``: one with the id of a row's positive is no negative of the row.
-            For InfoNCE, triplet margin and ``SpladeObjective``.
+            documents ``[B, 1 + n]``. For InfoNCE, triplet margin and ``SpladeObjective``.
         teacher: for a ``SpladeObjective``: a ``SentenceTransformer``, a ``BM25Teacher``, or another
             function of queries and documents, dicts of ``input_ids``, ``attention_mask`` and, after
             ``keep_texts(trainer)``, ``texts``, that returns their scores ``[Q, D]``. It scores all
@@ -58,11 +54,9 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         tensor(0.5514)
     """
 
-    special_token_ids: Tensor
     prototype: Tensor | None
     teacher: Any
     _objective: Any
-    _autocast: Any
 
     def __init__(
         self,
@@ -76,19 +70,13 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         mini_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        check_flag(labels_are_ids=labels_are_ids, score_anchors=score_anchors)
-        if mini_batch_size is not None:
-            check_integer("mini_batch_size", mini_batch_size, minimum=1)
-        name = type(loss).__name__
+        self._name = name = type(loss).__name__
         self._kind: Any = next((kind for kind in type(loss).__mro__ if kind in LOSSES), None)
-        if self._kind is None:
-            raise TypeError(f"expected a loss of sparse_losses or a SpladeObjective, got {name}")
-        if getattr(loss, "reduction", "mean") == "none":
-            raise ValueError("expected a loss that reduces to one number, got reduction='none'")
-        used = LOSSES[self._kind][2:]
-        given = {"labels_are_ids": labels_are_ids, "score_anchors": score_anchors}
-        given |= {"teacher": teacher is not None, "prototype": prototype is not None}
-        received = [option for option in given if given[option]]
+        if self._kind is None or getattr(loss, "reduction", "mean") == "none":
+            raise TypeError(f"expected a loss of sparse_losses of one number, got {loss!r}")
+        used, options = LOSSES[self._kind][2:], dict[str, Any](labels_are_ids=labels_are_ids)
+        options |= {"teacher": teacher, "score_anchors": score_anchors, "prototype": prototype}
+        received = [option for option, x in options.items() if x is not None and x is not False]
         if {*received} - {*used} or ("prototype" in used and prototype is None):
             raise ValueError(f"expected options of {name} ({used}), got {received}")
         self.model = model  # the trainer replaces it by the compiled or distributed model
@@ -100,18 +88,11 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
             objective = sl.SpladeObjective({name: (1.0, TERMS[self._kind](loss))}, gather=gather)
         # Not as submodules: a trainer would optimise the teacher, and see the loss twice.
         self.__dict__.update(teacher=teacher, _objective=objective)
-        tokenizer = getattr(model, "tokenizer", None)
-        special = {*getattr(tokenizer, "all_special_ids", ())}
-        special -= {getattr(tokenizer, "unk_token_id", None)}  # an unknown word is a word
-        self.register_buffer("special_token_ids", torch.tensor([*special]).long(), persistent=False)
-        if isinstance(prototype, nn.Parameter):
-            self.prototype = prototype
-        else:
-            self.register_buffer("prototype", prototype)
+        is_learned = isinstance(prototype, nn.Parameter)
+        register: Any = self.register_parameter if is_learned else self.register_buffer
+        register("prototype", prototype)
 
-    def forward(
-        self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, sentence_features: Iterable[Any], labels: Tensor | None = None) -> Tensor:
         """Return the loss of tokenized columns."""
         self._columns = list(sentence_features)
         inputs = [{k: x for k, x in one.items() if k != "texts"} for one in self._columns]
@@ -120,7 +101,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         kind = next(x.device.type for x in inputs[0].values() if isinstance(x, Tensor))
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         # Without a cache of weights: those of the first pass have no graph.
-        self._autocast = partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
+        self._autocast: Any = partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
         self._learned: list[tuple[Tensor, Tensor | None]] = []
         total: Tensor = super().forward_cached(inputs, labels)
         # The loss's own parameters get their gradient in the trainer's backward pass, so that it is
@@ -139,17 +120,14 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:
         """Compute the loss of embeddings in mini-batches; their mixin calls it as second step."""
-        (least, most), compute, *_ = LOSSES[self._kind]
-        if not least <= len(reps) <= most:
-            kinds = ("anchors", "positives", "negatives")[:least]
-            number = f"{least} columns or more" if most > 2 else f"{least} to {most} columns"
-            name = type(self.loss).__name__
-            raise ValueError(f"{name} expected {number} ({', '.join(kinds)}), got {len(reps)}")
+        least, compute, *_ = LOSSES[self._kind]
+        if len(reps) < least:
+            raise ValueError(f"{self._name} expected {least} columns or more, got {len(reps)}")
         texts = [_texts(torch.cat(x), one) for x, one in zip(reps, self._columns, strict=True)]
         total: Tensor = compute(self, texts, labels)
         if with_backward:
             leaves = [part for column in reps for part in column]
-            parameters = [*self.loss.parameters(), self.prototype]
+            parameters = (*self.loss.parameters(), self.prototype)
             learned = [x for x in parameters if x is not None and x.requires_grad]
             gradients = torch.autograd.grad(total, leaves + learned, allow_unused=True)
             for leaf, gradient in zip(leaves, gradients, strict=False):
@@ -158,9 +136,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
             total = total.detach()
         return total
 
-    def compute_loss_from_embeddings(
-        self, embeddings: Sequence[Tensor] | Tensor, labels: Tensor | None = None
-    ) -> Tensor:
+    def compute_loss_from_embeddings(self, embeddings: Any, labels: Tensor | None = None) -> Tensor:
         """Compute the loss of columns ``[B, V]``, or of rows ``[N, V]``, for ``SpladeLoss``."""
         vectors = [embeddings] if isinstance(embeddings, Tensor) else embeddings
         self._columns = [{} for _ in vectors]
@@ -199,15 +175,6 @@ def _texts(activations: Tensor, column: Mapping[str, Any]) -> sl.Texts:
     return sl.Texts(activations, *tokens)
 
 
-def _has_tokens(column: Mapping[str, Any], special_token_ids: Tensor) -> Tensor:
-    """Mask ``[B]`` of the texts with a token of their own, beside special ones and a prompt's."""
-    ids, attended = column["input_ids"], as_mask("attention_mask", column["attention_mask"])
-    own = attended & ~torch.isin(ids, special_token_ids.to(ids.device))
-    if (prompt := column.get("prompt_length")) is not None:  # a number, or the same in every row
-        own &= attended.cumsum(1) > (prompt.flatten()[:1] if torch.is_tensor(prompt) else prompt)
-    return own.any(1)
-
-
 def _rows(texts: Sequence[sl.Texts]) -> Tensor | None:
     return torch.cat([x.activations for x in texts]) if texts else None
 
@@ -215,64 +182,48 @@ def _rows(texts: Sequence[sl.Texts]) -> Tensor | None:
 def _of_batch(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Tensor | None) -> Any:
     """Compute the objective of a batch."""
     (anchor, positive, *others), kind, gather = texts, own._kind, own._objective.gather
-    size, count, fields = len(anchor.activations), 1 + len(texts[2:]), dict[str, Any]()
+    size, count, fields = len(anchor.activations), 1 + len(others), dict[str, Any]()
     # An anchor has the negatives of all rows, or its own.
     shares = own.loss.in_batch if kind is sl.InfoNCELoss else count == 2
-    if others:
-        negative = reduce(sl.Texts.join, others)
-        if not shares:
-            parts = [None if x is None else torch.stack(x.chunk(len(others)), 1) for x in negative]
-            negative = sl.Texts(*parts)  # type: ignore[arg-type]
-        fields["negative"] = negative
-    keeps: list[Tensor] = []
-    if others and all(x.input_ids is not None for x in others):
-        there = [_has_tokens(x, own.special_token_ids) for x in own._columns[2:]]
-        keep = torch.stack(there, 1)
-        # Ranks do not know of each other whether they need a mask.
-        if num_ranks() > 1 or not values_can_be_checked(keep) or not keep.all():
-            keeps.append(gather_rows(keep.T.flatten(), gather)[None] if shares else keep)
-    if own.labels_are_ids:
-        if labels is None or labels.shape not in ((size,), (size, count)):
-            raise _unfit(own, f"[{size}] or [{size}, {count}], ids of documents", labels)
-        mine, ids = labels.reshape(size, -1).tensor_split([1], 1)
-        fields["positive_ids"] = mine[:, 0]
-        if ids.shape[1]:
-            keeps.append(mine != (gather_rows(ids.T.flatten(), gather) if shares else ids))
-    elif kind in DISTILLED or (
-        own.teacher is None and kind is sl.SpladeObjective and labels is not None
-    ):
-        if kind is sl.MarginMSELoss and labels is not None and labels.numel() == size * len(others):
-            labels = nn.functional.pad(-labels.reshape(size, -1), (1, 0))  # scores of the margins
-        if labels is None or labels.shape != (size, count):
-            raise _unfit(own, f"[{size}, {count}], the teacher's scores", labels)
-        fields |= {"teacher_scores": labels, "teacher_candidates": "own"}
-    if keeps:
-        keys = size * (num_ranks() if gather else 1)
-        keys = 1 if kind is sl.InfoNCELoss and not shares else keys
-        mask = reduce(torch.logical_and, keeps).expand(size, -1)
-        fields["candidate_mask"] = nn.functional.pad(mask, (keys, 0), value=True)
-    batch = sl.SpladeBatch(anchor, positive, **fields)
-    if own.teacher is not None:
-        batch = batch._replace(**_taught(own, batch))
-    return own._objective(batch).total
+    negative = reduce(sl.Texts.join, others) if others else None
+    if negative is not None and not shares:
+        parts = [None if x is None else torch.stack(x.chunk(len(others)), 1) for x in negative]
+        negative = sl.Texts(*parts)  # type: ignore[arg-type]
+    if kind is sl.MarginMSELoss and labels is not None and labels.numel() == size * len(others):
+        labels = nn.functional.pad(-labels.reshape(size, -1), (1, 0))  # scores of the margins
+    are_scores = own.teacher is None and labels is not None and kind is sl.SpladeObjective
+    if own.labels_are_ids or kind in DISTILLED or are_scores:
+        received = None if labels is None else list(labels.shape)
+        shapes = [[size], [size, count]] if own.labels_are_ids else [[size, count]]
+        if labels is None or received not in shapes:
+            raise ValueError(f"{own._name} expected labels as {shapes}, got {received}")
+        if own.labels_are_ids:
+            mine, ids = labels.reshape(size, -1).tensor_split([1], 1)
+            fields["positive_ids"] = mine[:, 0]
+            if ids.shape[1]:
+                ids = gather_rows(ids.T.flatten(), gather) if shares else ids  # [N] or [B, n]
+                keys = size * (num_ranks() if gather else 1)
+                keys = 1 if kind is sl.InfoNCELoss and not shares else keys
+                fields["candidate_mask"] = nn.functional.pad(mine != ids, (keys, 0), value=True)
+        else:
+            fields |= {"teacher_scores": labels, "teacher_candidates": "own"}
+    batch = sl.SpladeBatch(anchor, positive, negative, **fields)
+    return own._objective(batch if own.teacher is None else _taught(own, batch)).total
 
 
-def _unfit(own: SentenceTransformersLoss, expected: str, labels: Tensor | None) -> ValueError:
-    received = None if labels is None else list(labels.shape)
-    return ValueError(f"{type(own.loss).__name__} expected labels {expected}, got {received}")
-
-
-def _taught(own: SentenceTransformersLoss, batch: sl.SpladeBatch) -> dict[str, Any]:
+def _taught(own: SentenceTransformersLoss, batch: sl.SpladeBatch) -> sl.SpladeBatch:
+    """Return the batch with a teacher's scores."""
     sides = [texts._asdict() for texts in batch[:3] if texts is not None]
-    strings = [column.get("texts") for column in own._columns]
-    if None not in strings:
-        strings[2:] = [[text for row in zip(*strings[2:], strict=True) for text in row]]
-        for side, texts in zip(sides, strings, strict=False):
-            side["texts"] = texts
-    scores = {"teacher_scores": score_candidates(own.teacher, *sides)}
+    for side, i in zip(sides, (slice(1), slice(1, 2), slice(2, None)), strict=False):
+        if all("texts" in column for column in own._columns):
+            rows = zip(*[column["texts"] for column in own._columns[i]], strict=True)
+            side["texts"] = [text for row in rows for text in row]
+    scores = score_candidates(own.teacher, *sides)
+    batch = batch._replace(teacher_scores=scores, teacher_candidates="batch")
     if own.score_anchors:
-        scores["teacher_anchor_scores"] = score_candidates(own.teacher, sides[0], sides[0])
-    return {"teacher_candidates": "batch", **scores}
+        scores = score_candidates(own.teacher, sides[0], sides[0])
+        batch = batch._replace(teacher_anchor_scores=scores)
+    return batch
 
 
 def _nws(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Any) -> Any:
@@ -288,20 +239,20 @@ TERMS: dict[type, Callable[[Any], Any]] = {
     sl.MarginMSELoss: partial(terms.margin_mse, similarity="dot"),
     sl.RankNetLoss: partial(terms.ranknet, similarity="dot"),
 }
-DISTILLED, MANY = (sl.DistillationLoss, sl.MarginMSELoss, sl.RankNetLoss), 1 << 30
-# By class the least and the largest number of columns, what computes the loss, its options.
+DISTILLED = (sl.DistillationLoss, sl.MarginMSELoss, sl.RankNetLoss)
+# By class the least number of columns, what computes the loss, its options.
 LOSSES: dict[type, tuple[Any, ...]] = {
-    sl.SpladeObjective: ((2, MANY), _of_batch, "labels_are_ids", "teacher", "score_anchors"),
-    sl.InfoNCELoss: ((2, MANY), _of_batch, "labels_are_ids"),
-    sl.TripletMarginLoss: ((3, MANY), _of_batch, "labels_are_ids"),
-    **dict.fromkeys(DISTILLED, ((3, MANY), _of_batch)),
-    sl.NPairLoss: ((2, MANY), lambda x, t, y: x.loss(_rows(t[:1]), _rows(t[1:2]), _rows(t[2:]))),
-    sl.PairwiseContrastiveLoss: ((2, 2), lambda x, t, y: x.loss(_rows(t[:1]), _rows(t[1:]), y)),
-    sl.NWSLoss: ((1, 2), _nws, "prototype"),
-    sl.SelfReconstructionLoss: ((1, MANY), lambda x, t, y: x.loss(*reduce(sl.Texts.join, t)[:3])),
-    sl.PositiveActivationLoss: ((2, MANY), lambda x, t, y: x.loss(_rows(t[:1]), *t[1][1:3])),
+    sl.SpladeObjective: (2, _of_batch, "labels_are_ids", "teacher", "score_anchors"),
+    sl.InfoNCELoss: (2, _of_batch, "labels_are_ids"),
+    sl.TripletMarginLoss: (3, _of_batch, "labels_are_ids"),
+    **dict.fromkeys(DISTILLED, (3, _of_batch)),
+    sl.NPairLoss: (2, lambda x, t, y: x.loss(_rows(t[:1]), _rows(t[1:2]), _rows(t[2:]))),
+    sl.PairwiseContrastiveLoss: (2, lambda x, t, y: x.loss(_rows(t[:1]), _rows(t[1:]), y)),
+    sl.NWSLoss: (1, _nws, "prototype"),
+    sl.SelfReconstructionLoss: (1, lambda x, t, y: x.loss(*reduce(sl.Texts.join, t)[:3])),
+    sl.PositiveActivationLoss: (2, lambda x, t, y: x.loss(_rows(t[:1]), *t[1][1:3])),
     **dict.fromkeys(
         (sl.FlopsLoss, sl.IdfFlopsLoss, sl.MinActivationLoss, sl.LanguagePenaltyLoss),
-        ((1, MANY), lambda x, t, y: x.loss(_rows(t))),
+        (1, lambda x, t, y: x.loss(_rows(t))),
     ),
 }

@@ -3,7 +3,6 @@
 import pytest
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from transformers import AutoModel
 
 from tests.integrations.sentence_transformers.runs import NO_DROPOUT, sparse_encoder
 from tests.representation.tiny_models import masked_lm, tokenizer
@@ -28,12 +27,9 @@ def sparse(folder):
 
 
 @pytest.fixture
-def dense(folder, tmp_path):
-    AutoModel.from_pretrained(folder).save_pretrained(tmp_path / "dense")
-    tokenizer("wordpiece").save_pretrained(tmp_path / "dense")
-
+def dense(folder):
     def make():
-        transformer = Transformer(str(tmp_path / "dense"))
+        transformer = Transformer(folder)
         pooling = Pooling(transformer.get_embedding_dimension())
         return SentenceTransformer(modules=[transformer, pooling], device="cpu").double()
 

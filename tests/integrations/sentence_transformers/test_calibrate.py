@@ -45,20 +45,8 @@ def test_both_sides_are_pruned_in_this_process(with_head, activation, sparse, tm
     assert torch.equal(model.encode(CORPUS).to_dense(), after[0])
     batch = model.train().preprocess(CORPUS)
     assert active(model(batch)["sentence_embedding"]) > 100, "training never prunes"
-    with pytest.raises(ValueError, match="only pruning a SpladeEncoder takes several"):
-        calibrate(model, CORPUS, (5, 9), verbose=False)
-    assert torch.equal(model.encode_document(CORPUS).to_dense(), after[0])
     with pytest.warns(UserWarning, match="thresholds of `calibrate` are not saved"):
         model.save_pretrained(str(tmp_path))
-
-
-def test_products_are_made_by_one_threshold(with_head, sparse):
-    model = use_splade_head(sparse()) if with_head else sparse()
-    found = calibrate(model, CORPUS, queries=TEXTS, target_products=1.0, verbose=False)
-    assert found.document_threshold == found.query_threshold > 0
-    documents, queries = ((x > 0).double().mean(0) for x in vectors_of(model))
-    assert (documents @ queries).item() == pytest.approx(found.after.products)
-    assert found.after.products == pytest.approx(1.0, rel=0.1)
 
 
 @pytest.mark.parametrize("target", [9, 130])
@@ -86,7 +74,3 @@ def test_the_document_side_of_a_router_is_calibrated(with_head, sparse):
     assert active(documents) == pytest.approx(9, rel=0.02)
     assert found.after.query_active == active(queries)
     assert torch.equal(queries, before)
-    with pytest.warns(UserWarning, match=r"expected 1 active dimensions a query, got .* at least"):
-        calibrate(model, CORPUS, 9, queries=TEXTS, query_target=1, verbose=False)
-    assert calibrate(model, CORPUS, 5, method="shift", verbose=False).shift > 0
-    assert active(model.encode_document(CORPUS)) == pytest.approx(5, rel=0.02)
