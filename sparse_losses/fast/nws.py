@@ -62,7 +62,7 @@ class Call(NamedTuple):
         return torch.cat(features), torch.cat(labels).to(dtype), is_empty
 
 
-def direct_nws(needs: Set[str], **arguments: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+def direct_nws(needs: Set[str], **arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the value of NWS and the gradients of query, prototype and temperature."""
     call = Call(**arguments)
     gather, temperature = call.gather, call.temperature

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_learnable, check_shapes
+from sparse_losses._core.checks import check_bound, check_shapes
 from sparse_losses._core.loss import shown
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses.distributed import agree_across_ranks, refuse_across_ranks, skip_size_check
@@ -73,7 +73,7 @@ class SpladeObjective(nn.Module):
     def active(self) -> list[str]:
         """Return the names of the terms that are called: their weight is not 0, or a tensor."""
         for name, weight in self.weights.items():
-            check_learnable(f"weights[{name!r}]", weight, positive=False)
+            check_bound(f"weights[{name!r}]", weight, "finite, learnable")
         return [name for name, w in self.weights.items() if isinstance(w, Tensor) or w != 0]
 
     def forward(self, batch: SpladeBatch) -> ObjectiveOutput:

@@ -46,6 +46,21 @@ def test_it_is_zero_if_the_scores_agree_up_to_a_shift(seed, shift, standardize):
         assert both > 1e-6
 
 
+@given(seeds, st.sampled_from(["batch", "row"]))
+def test_a_minus_infinite_teacher_score_is_a_masked_candidate(seed, standardize):
+    s, z = draw(seed, 4, 6), draw(seed + 1, 4, 6)
+    mask = draw(seed + 2, 4, 6) > -0.5
+    s.requires_grad_()
+    options = {"standardize": standardize}
+    one = distillation_loss(s, z, candidate_mask=mask, **options)
+    two = distillation_loss(s, z.masked_fill(~mask, -torch.inf), **options)
+    torch.testing.assert_close(two, one)
+    (left,), (right,) = torch.autograd.grad(one, s), torch.autograd.grad(two, s)
+    torch.testing.assert_close(right, left)
+    assert one > 0
+    assert not left[~mask].any()
+
+
 @modes
 def test_a_masked_candidate_hides_everything(standardize):
     s, z = draw(0, 3, 5), draw(1, 3, 5)

@@ -44,6 +44,15 @@ def test_a_threshold_hides_no_nan():
     assert idf_flops_loss(x, torch.ones(3), threshold=2).isnan()
 
 
+@given(activations(), seeds)
+def test_it_is_linear_in_the_weight_and_a_weight_inside_the_square_is_squared(x, seed):
+    weight = torch.from_numpy(np.random.default_rng(seed).random(x.shape[1]))
+    x = torch.from_numpy(x)
+    torch.testing.assert_close(flops_loss(x, torch.ones_like(weight)), flops_loss(x))
+    torch.testing.assert_close(flops_loss(x, 3 * weight), 3 * flops_loss(x, weight))
+    torch.testing.assert_close(flops_loss(x, weight**2), flops_loss(x * weight))
+
+
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8))
 def test_on_one_hot_rows_it_counts_shared_columns(columns):
     batch = len(columns)
@@ -71,6 +80,13 @@ def test_biased_is_off_by_the_variance_over_the_batch_size(x):
     gap = flops_loss(x) - flops_loss(x, estimator="unbiased")
     torch.testing.assert_close(gap, x.var(dim=0).sum() / len(x), atol=1e-9, rtol=1e-9)
     assert gap >= -1e-12
+
+
+@given(activations(), st.floats(0.1, 10.0))
+def test_it_is_quadratic_in_the_scale(x, scale):
+    x = torch.from_numpy(x)
+    torch.testing.assert_close(flops_loss(x * scale), flops_loss(x) * scale**2)
+    assert (flops_loss(x) > 0) == x.any()
 
 
 @pytest.mark.parametrize("batch", [2, 5])

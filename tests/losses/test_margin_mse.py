@@ -36,6 +36,23 @@ def test_value_is_the_formula_for_several_negatives(seed, count, masks):
     assert_follows_the_formula("margin_mse", arrays)
 
 
+def test_several_negatives_are_the_mean_of_their_losses():
+    sp, tp = torch.tensor([1.0, 2.0]), torch.tensor([4.0, 0.5])
+    sn, tn = torch.tensor([[0.0, 3.0], [1.0, torch.nan]]), torch.tensor([[2.0, 1.0], [5.0, 7.0]])
+    mask = torch.tensor([[1, 1], [1, 0]])
+    sn.requires_grad_()
+    absent = tn.masked_fill(mask == 0, -torch.inf)
+    for teacher, options in ((tn, {"candidate_mask": mask}), (absent, {})):
+        rows = margin_mse_loss(sp, sn, tp, teacher, **options, reduction="none")
+        assert rows.tolist() == [(1.0 + 25.0) / 2, 5.5**2]
+        (gradient,) = torch.autograd.grad(rows.sum(), sn)
+        assert gradient[1, 1] == 0.0
+        assert gradient.isfinite().all()
+    no_row = margin_mse_loss(sp, sn, tp, tn, candidate_mask=torch.zeros(2, 2))
+    assert no_row == 0.0
+    assert no_row.requires_grad
+
+
 @pytest.mark.parametrize(
     ("student", "teacher", "mask", "name"),
     [
@@ -67,6 +84,14 @@ def test_it_sees_margins_only(seed, shift, other):
     moved = margin_mse_loss(sp + shift, sn + shift, tp + other, tn + other)
     torch.testing.assert_close(moved, margin_mse_loss(sp, sn, tp, tn))
     assert moved > 0
+
+
+@given(seeds, st.floats(0.1, 10.0))
+def test_it_is_quadratic_in_the_scale(seed, scale):
+    scores = draw(seed)
+    loss = margin_mse_loss(*scores)
+    assert loss > 0
+    torch.testing.assert_close(margin_mse_loss(*(scale * v for v in scores)), scale**2 * loss)
 
 
 @given(seeds)

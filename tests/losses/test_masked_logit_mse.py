@@ -34,6 +34,16 @@ def test_below_every_logit_it_is_the_mean_squared_error(seed, threshold):
     torch.testing.assert_close(after, before)
 
 
+@given(seeds)
+def test_it_is_quadratic_symmetric_and_zero_only_for_equal_active_logits(seed):
+    student, teacher = draw(seed, 5, 6), draw(seed + 1, 5, 6)
+    value = masked_logit_mse_loss(student, teacher)
+    torch.testing.assert_close(masked_logit_mse_loss(teacher, student), value)
+    torch.testing.assert_close(masked_logit_mse_loss(3 * student, 3 * teacher), 9 * value)
+    lower = torch.where(student > 0, student, student - 2.0)  # silent dimensions are not copied
+    assert masked_logit_mse_loss(lower, student) == 0.0
+
+
 def test_only_active_dimensions_have_a_gradient_and_the_teacher_has_none():
     student = torch.tensor([[1.0, -1.0, -5.0], [-1.0, -2.0, -3.0]], requires_grad=True)
     teacher = torch.tensor([[3.0, 1.0, -2.0], [-4.0, -1.0, -2.0]], requires_grad=True)

@@ -1,5 +1,7 @@
 """Minimum activation: its formula, its theorems, its edges."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,18 @@ def test_value_is_the_formula_for_any_activations(data, x, threshold, counted, s
     assert_follows_the_formula("min_activation", arrays, top_k=top_k, threshold=threshold)
 
 
+@given(activations(min_vocab=3), st.floats(5.0, 50.0))
+def test_a_larger_top_k_never_lowers_it(x, threshold):
+    x = torch.from_numpy(x)
+    rows = [
+        min_activation_loss(x, top_k=k, threshold=threshold, reduction="none")
+        for k in range(1, x.shape[1] + 1)
+    ]
+    for fewer, more in pairwise(rows):
+        assert (more >= fewer - 1e-12).all()
+    torch.testing.assert_close(rows[-1], (threshold - x.mean(-1)).clamp(min=0))
+
+
 @given(activations(min_vocab=5))
 def test_a_satisfied_row_has_no_gradient(x):
     x = torch.from_numpy(x).requires_grad_()
@@ -32,6 +46,15 @@ def test_a_satisfied_row_has_no_gradient(x):
     assert not rows[satisfied].any()
     assert not x.grad[satisfied].any()
     assert (x.grad[mean < 0.8].sum(-1) < 0).all()
+
+
+@given(activations(min_vocab=5), st.floats(0.0, 4.0))
+def test_of_activations_it_lies_between_zero_and_the_threshold(x, threshold):
+    rows = min_activation_loss(torch.from_numpy(x), threshold=threshold, reduction="none")
+    assert (rows >= 0).all()
+    assert (rows <= threshold).all()
+    silent = min_activation_loss(torch.zeros(3, 5), threshold=threshold, reduction="none")
+    torch.testing.assert_close(silent, torch.full((3,), threshold))
 
 
 def test_behind_a_relu_a_silent_text_has_a_gradient_through_its_logits_only():

@@ -113,6 +113,47 @@ def test_a_larger_beta_never_lowers_it(seed, beta, more):
     assert (high > low).all()
 
 
+@pytest.mark.parametrize(
+    ("alpha", "carriers", "total"),
+    [
+        (1.0, [], 1.0),  # D = 0: the prototype is the only carrier
+        (1.0, [[1, 0, 0]], 2.0),  # D = 1
+        (1.0, [[1, 0, 0]] * 4, 1.25),  # D = 4
+        (2.0, [], 1.0),  # D = -1
+        (2.0, [[1, 1, 0]], 2.0),  # D = 0: D + alpha, where 1 + alpha / D is infinite
+        (3.0, [[1, 1, 0]], 2.5),  # D = 3 / 2 + 1 - 3 = -1/2
+    ],
+)
+def test_the_weights_of_the_positives_add_up_to_this_total(alpha, carriers, total):
+    """To `D + alpha / |y|`, which is 1 with prototypes alone; else to `1 + alpha / (|y| D)`."""
+    key_labels = torch.tensor(carriers).reshape(-1, 3)
+    zero = torch.zeros(1, 2, dtype=torch.float64)  # all scores are equal: two prototypes compete
+    loss = nws_loss(
+        zero,
+        torch.tensor([[1, 0, 0]]),
+        torch.ones(3, 2, dtype=torch.float64),
+        torch.eye(3).double(),
+        key=torch.ones(len(carriers), 2, dtype=torch.float64),
+        key_labels=key_labels,
+        alpha=alpha,
+        eps=0.0,
+    )
+    assert loss.item() == pytest.approx(total * math.log(2))
+    share = alpha * sum(1 / sum(one) for one in carriers) + 1 - alpha
+    if share <= 1e-6:
+        assert total == pytest.approx(share + alpha)
+
+
+@over_aggregations
+def test_an_unlabelled_key_is_a_negative_of_weight_1(aggregation):
+    e = torch.eye(2, dtype=torch.float64)
+    labels, similarity = torch.tensor([[1]]), torch.ones(1, 1).double()
+    options = {"temperature": 1.0, "eps": 0.0, "aggregation": aggregation}
+    keys = {"key": e[1:], "key_labels": torch.tensor([[0]])}
+    loss = nws_loss(e[:1], labels, e[:1], similarity, **keys, **options)
+    assert loss.item() == pytest.approx(-1.0)  # minus the positive's score; the key's is 0
+
+
 @pytest.mark.parametrize("eps", [0.0, 1e-8])
 def test_negatives_of_weight_zero_are_no_negatives(eps):
     """One prototype, and keys that `beta` weighs with zero: nothing is left to compete."""

@@ -20,6 +20,17 @@ def test_value_is_the_formula_for_any_tokens(problem, saturating):
     assert_follows_the_formula("positive_activation", arrays, saturating=saturating, **options)
 
 
+@given(problems, st.floats(0.1, 10.0))
+def test_it_is_linear_and_unbounded_below(problem, scale):
+    inputs = to_tensors(problem[0])
+    plain = positive_activation_loss(**inputs)
+    inputs["activations"] = inputs["activations"] * scale
+    torch.testing.assert_close(positive_activation_loss(**inputs), plain * scale)
+    inputs["activations"] = multi_hot(inputs, "positive_") * 1e6
+    value = positive_activation_loss(**inputs).item()
+    assert value == (pytest.approx(-1e6) if inputs["positive_attention_mask"].any() else 0.0)
+
+
 @given(problems)
 def test_saturating_is_positive_and_fades(problem):
     inputs = to_tensors(problem[0])
@@ -32,6 +43,17 @@ def test_saturating_is_positive_and_fades(problem):
     loss.backward()
     assert loss.item() == 0.0
     assert not inputs["activations"].grad.any()
+
+
+@given(problems, st.booleans(), st.floats(0.01, 100.0))
+def test_a_constant_weight_changes_nothing(problem, saturating, weight):
+    inputs = to_tensors(problem[0])
+    plain = positive_activation_loss(**inputs, saturating=saturating, reduction="none")
+    inputs["token_weight"] = torch.full((inputs["activations"].shape[1],), weight).double()
+    torch.testing.assert_close(
+        positive_activation_loss(**inputs, saturating=saturating, reduction="none"), plain
+    )
+    assert not saturating or torch.equal(plain > 0, multi_hot(inputs, "positive_").any(-1))
 
 
 @given(problems, st.booleans())

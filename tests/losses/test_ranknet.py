@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
-from sparse_losses.functional import ranknet_loss
+from sparse_losses.functional import distillation_loss, ranknet_loss
 from tests.cases import assert_follows_the_formula
 from tests.strategies import draw, score_problems, seeds, temperatures
 
@@ -38,6 +39,16 @@ def test_only_the_order_of_the_teacher_and_the_gaps_of_the_student_count(seed):
     assert (rows > 0).all()
 
 
+@given(seeds, st.floats(1.0, 50.0))
+def test_the_cold_limit_counts_the_gaps_of_swapped_pairs(seed, scale):
+    student, teacher = draw(seed, 3, 4) * scale, draw(seed + 1, 3, 4)
+    temperature = 1e-6
+    rows = temperature * ranknet_loss(student, teacher, temperature=temperature, reduction="none")
+    gaps = student[:, None, :] - student[:, :, None]
+    swapped = (teacher[:, :, None] > teacher[:, None, :]).double() * gaps.clamp(min=0)
+    torch.testing.assert_close(rows, swapped.sum((1, 2)) / 6, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("temperature", [1.0, torch.tensor(1.0, requires_grad=True)])
 def test_ties_and_what_is_no_candidate_make_no_pair(temperature):
     student = torch.tensor([[1.0, 2.0, torch.nan], [1.0, torch.nan, 3.0], [torch.nan] * 3])
@@ -63,3 +74,15 @@ def test_plus_infinity_is_the_best_and_a_nan_shows():
     student.requires_grad_()
     ranknet_loss(student, torch.tensor([[torch.nan, 1.0, 1.0]])).backward()
     assert student.grad.isnan().any(), "and the value is then a NaN, too"
+
+
+@given(seeds)
+def test_distillation_without_temperature_and_mse_is_listnet(seed):
+    """Cross-entropy of the softmax of the grades, but for the entropy of the grades."""
+    student, grades = draw(seed, 4, 5).requires_grad_(), draw(seed + 1, 4, 5).round()
+    target = grades.softmax(1)
+    listnet = -(target * student.log_softmax(1)).sum(1).mean()
+    loss = distillation_loss(student, grades, temperature=1.0, alpha_kl=1.0, alpha_mse=0.0)
+    entropy = -(target * target.log()).sum(1).mean()
+    torch.testing.assert_close(loss, listnet - entropy)
+    torch.testing.assert_close(*(torch.autograd.grad(x, student)[0] for x in (loss, listnet)))

@@ -2,21 +2,59 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from sparse_losses.functional import self_reconstruction_loss
-from tests.cases import assert_follows_the_formula
+from tests.cases import assert_follows_the_formula, to_tensors
 from tests.instruments import Recorder
-from tests.strategies import token_problems
+from tests.strategies import multi_hot, token_problems
 
 
 @given(token_problems(), st.booleans())
 def test_value_is_the_formula_for_any_tokens(problem, balanced):
     arrays, options = problem
     assert_follows_the_formula("self_reconstruction", arrays, balanced=balanced, **options)
+
+
+@given(token_problems())
+def test_it_is_bce_against_the_dense_multi_hot_target(problem):
+    inputs = to_tensors(problem[0])
+    x, target = inputs["activations"].requires_grad_(), multi_hot(inputs)
+    loss = self_reconstruction_loss(**inputs)
+    torch.testing.assert_close(loss, binary_cross_entropy_with_logits(x, target))
+    (gradient,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(gradient, (x.detach().sigmoid() - target) / x.numel())
+
+
+@given(token_problems(), st.booleans())
+def test_on_activations_it_cannot_fall_below_its_floor(problem, balanced):
+    """`(1 - k / V) log 2` with k own tokens; balanced, half of log 2 where there are others."""
+    inputs = to_tensors(problem[0])
+    others = (multi_hot(inputs) == 0).double()
+    floor = math.log(2) * (others.amax(-1) / 2 if balanced else others.mean(-1))
+    options = {"balanced": balanced, "reduction": "none"}
+    inputs["activations"] = inputs["activations"].abs()
+    assert (self_reconstruction_loss(**inputs, **options) >= floor - 1e-12).all()
+    inputs["activations"] = multi_hot(inputs) * 800  # the best that activations can do
+    torch.testing.assert_close(self_reconstruction_loss(**inputs, **options), floor)
+
+
+@given(token_problems(), st.booleans())
+def test_an_ignored_token_is_as_if_its_column_were_not_there(problem, balanced):
+    arrays, _ = problem
+    inputs = to_tensors(arrays)
+    last = inputs["activations"].shape[1] - 1
+    ignored = self_reconstruction_loss(**inputs, ignore_token_ids=[last], balanced=balanced)
+    assert ignored > 0
+    inputs["attention_mask"] = inputs["attention_mask"] * (inputs["input_ids"] != last)
+    inputs["activations"] = inputs["activations"][:, :-1]
+    inputs["input_ids"] = inputs["input_ids"].clamp(max=last - 1)
+    torch.testing.assert_close(self_reconstruction_loss(**inputs, balanced=balanced), ignored)
 
 
 @pytest.mark.parametrize("balanced", [True, False])
@@ -32,6 +70,21 @@ def test_an_ignored_column_hides_its_nan(balanced):
     assert loss > 0
     assert torch.isfinite(x.grad).all()
     assert not x.grad[:, 3].any()
+
+
+@pytest.mark.parametrize(
+    "kind", [list, tuple, set, np.array, torch.tensor], ids=lambda k: k.__name__
+)
+def test_ignored_ids_come_in_any_container(kind):
+    x = torch.randn(2, 6, dtype=torch.float64)
+    ids = torch.tensor([[0, 1, 2], [3, 4, 4]])
+    mask = torch.ones_like(ids)
+    expected = self_reconstruction_loss(x, ids, mask, ignore_token_ids=[1, 5])
+    assert expected > 0
+    loss = self_reconstruction_loss(x, ids, mask, ignore_token_ids=kind([1, 5]))
+    torch.testing.assert_close(loss, expected)
+    empty = self_reconstruction_loss(x, ids, mask, ignore_token_ids=kind([]))
+    torch.testing.assert_close(empty, self_reconstruction_loss(x, ids, mask))
 
 
 @pytest.mark.parametrize("balanced", [False, True])

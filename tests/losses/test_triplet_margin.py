@@ -61,3 +61,12 @@ def test_euclidean_is_torchs_triplet_loss_on_squared_distances(seed, margin):
     )
     loss = triplet_margin_loss(a, p, n, similarity="euclidean", margin=margin)
     torch.testing.assert_close(loss, expected)
+
+
+@given(seeds, kinds, margins)
+def test_it_is_zero_without_gradient_once_the_gap_exceeds_the_margin(seed, kind, margin):
+    a, p, n = draw(seed, 6, 3).requires_grad_(), draw(seed + 1, 6, 3), draw(seed + 2, 6, 3)
+    rows = triplet_margin_loss(a, p, n, similarity=kind, margin=margin, reduction="none")
+    rows.sum().backward()
+    assert not a.grad[rows == 0].any()
+    assert (a.grad[rows > 1e-9].abs().sum(-1) > 0).all()

@@ -283,7 +283,7 @@ TWO_SIDES = ONE_NEGATIVE | {"teacher_candidates": "batch"}
         ("info_nce", None, {"positive_ids": torch.zeros(B + 1).long()}, "`positive_ids`"),
         ("info_nce", None, {"positive": RAW}, r"`batch.positive` to be Texts\(.*got Tensor"),
         *(
-            (term, "own", {"candidate_mask": WIDE}, rf"candidate_mask.* = \[{B}, {B + N}\]")
+            (term, "own", {"candidate_mask": WIDE}, rf"candidate_mask.* \[{B}, {B + N}\]")
             for term in ("triplet_margin", "distillation", "info_nce")
         ),
     ],

@@ -92,6 +92,16 @@ def test_scores_do_not_depend_on_the_number_of_documents():
     assert torch.equal(score(documents), one_by_one)
 
 
+@pytest.mark.parametrize(
+    ("query", "document"), [((0, 3), (2, 3)), ((2, 0), (2, 3)), ((2, 3), (0, 3)), ((2, 3), (2, 0))]
+)
+def test_empty_query_or_document_scores_zero(query, document):
+    ids = [torch.zeros(shape, dtype=torch.long) for shape in (query, document)]
+    got = bm25_scores(ids[0], torch.ones(query), ids[1], torch.ones(document), IDF, mean_length=2)
+    assert got.shape == (query[0], document[0])
+    assert 0 in (*query[:1], *document[:1]) or not got.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_result_is_float32_without_gradient(dtype):
     ids = torch.tensor([[1, 2, 3]])
@@ -100,6 +110,20 @@ def test_result_is_float32_without_gradient(dtype):
     assert got.dtype == torch.float32
     assert not got.requires_grad
     assert got.item() == pytest.approx(idf.detach().double()[1:4].sum().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_compiles_as_one_graph(own):
+    ids = torch.tensor([[1, 2, 3], [4, 4, 0]])
+    documents = ids[:, None].expand(2, 2, 3) if own else ids
+
+    def score(query, document):
+        return bm25_scores(
+            query, query > 0, document, document > 0, IDF, mean_length=2.5, ignore_token_ids=(1,)
+        )
+
+    compiled = torch.compile(score, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(ids, documents), score(ids, documents))
 
 
 OTHER = torch.ones(3, 2, 3, dtype=int)

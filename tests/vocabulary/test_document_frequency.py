@@ -39,6 +39,15 @@ def counted(*batches, **options):
     return counter
 
 
+def counted_on_cpu(docs):
+    """Count ids that are on the CPU, whatever the default device is."""
+    with torch.device("cpu"):
+        batch = padded(docs)
+    counter = DocumentFrequency(V)
+    counter.update(*batch)
+    return counter
+
+
 def same(one, other):
     return (
         torch.equal(one.df, other.df)
@@ -78,13 +87,29 @@ def test_mean_length_counts_attended_tokens_with_repeats_and_needs_a_document():
         counter.idf("plain")
 
 
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        (DocumentFrequency(V + 1, tokenizer_sha256="a"), "vocab_size"),
+        (DocumentFrequency(V, tokenizer_sha256="b"), "tokenizer_sha256"),
+        (DocumentFrequency(V), "tokenizer_sha256"),
+    ],
+)
+def test_merge_refuses_another_vocabulary(other, name):
+    with pytest.raises(ValueError, match=f"equal `{name}` to merge"):
+        DocumentFrequency(V, tokenizer_sha256="a").merge(other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16])
+@pytest.mark.parametrize("ids", [torch.uint8, torch.int32, torch.int64])
+def test_ids_may_be_any_integers_and_the_mask_any_zero_one_dtype(dtype, ids):
+    counter = DocumentFrequency(V)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1]], dtype=dtype)
+    counter.update(torch.tensor([[1, 2, 7], [2, 2, 5]], dtype=ids), mask)
+    assert counter.df.tolist() == loop([[1, 2], [2, 5]])
+
+
 @pytest.mark.parametrize("bad", [V, -1, -100])
-def test_merge_refuses_another_vocabulary():
-    for other in (DocumentFrequency(V + 1), DocumentFrequency(V, tokenizer_sha256="b")):
-        with pytest.raises(ValueError, match=r"equal `\w+` to merge"):
-            DocumentFrequency(V).merge(other)
-
-
 def test_an_attended_id_outside_the_vocabulary_changes_nothing(bad):
     counter = counted([[1, 2]])
     with pytest.raises(ValueError, match=rf"V = {V}, got {bad}\b"):
@@ -130,10 +155,13 @@ def _archive(**changes):
         {"df": np.array([0, -1])},
         {"df": np.array([{}, {}], dtype=object)},
         {"num_token": 2},
+        {"num_tokens": -7},
         {"num_tokens": 3, "df": np.array([2, 2])},
+        {"num_documents": 1.5},
         {"num_documents": -1},
         {"vocab_size": 2.0},
         {"vocab_size": [2]},
+        {"tokenizer_sha256": np.zeros(3)},
         {"tokenizer_sha256": 7},
     ],
 )
@@ -141,6 +169,31 @@ def test_other_archives_are_refused(tmp_path, changes):
     np.savez(tmp_path / "other.npz", **_archive(**changes))
     with pytest.raises(ValueError, match=r"other\.npz is not a DocumentFrequency file"):
         DocumentFrequency.load(tmp_path / "other.npz")
+
+
+def test_counts_of_another_vocabulary_are_not_unpacked(tmp_path, monkeypatch):
+    np.savez_compressed(
+        tmp_path / "many.npz", **_archive(df=np.zeros(10**6, np.int64), vocab_size=10**6)
+    )
+    read = []
+    getitem = np.lib.npyio.NpzFile.__getitem__
+    monkeypatch.setattr(
+        np.lib.npyio.NpzFile,
+        "__getitem__",
+        lambda self, key: read.append(key) or getitem(self, key),
+    )
+    with pytest.raises(ValueError, match=f"vocab_size = {V}, got 1000000"):
+        DocumentFrequency.load(tmp_path / "many.npz", vocab_size=V)
+    assert read
+    assert "df" not in read
+
+
+def test_it_counts_whatever_the_default_device(tmp_path):
+    with torch.device("meta"):
+        counter = counted_on_cpu([[1, 2], [2]])
+        counter.save(tmp_path / "counts.npz")
+        loaded = DocumentFrequency.load(tmp_path / "counts.npz")
+    assert same(loaded, counted([[1, 2], [2]]))
 
 
 def test_truncated_file_is_refused(tmp_path):
@@ -198,6 +251,13 @@ class Tokenizer:
 
     def get_vocab(self):
         return self.vocabulary
+
+
+def test_the_fingerprint_depends_on_pairs_and_not_on_their_order():
+    fingerprint = tokenizer_sha256(Tokenizer({"가": 0, "b": 1}))
+    assert len(fingerprint) == 64
+    assert fingerprint == tokenizer_sha256(Tokenizer({"b": 1, "가": 0}))
+    assert fingerprint != tokenizer_sha256(Tokenizer({"b": 0, "가": 1}))
 
 
 def test_load_checks_tokenizer_and_vocab_size(tmp_path):

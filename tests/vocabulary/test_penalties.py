@@ -72,6 +72,25 @@ def test_all_tokens_may_be_special_and_there_may_be_none():
     assert idf_penalty(torch.zeros(0)).shape == (0,)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_halves_are_computed_in_single_precision(dtype, expected):
+    weight = idf_penalty(IDF.to(dtype).requires_grad_(), special_token_ids=[4])
+    assert weight.dtype == expected
+    assert not weight.requires_grad, "a constant to the graph"
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+    np.testing.assert_allclose(
+        weight, loop(IDF.tolist(), special_token_ids=[4]), rtol=tolerance, atol=tolerance
+    )
+
+
 @pytest.mark.parametrize("make", [tuple, set, np.array, torch.tensor])
 def test_ids_may_come_in_any_form_and_repeat(make):
     ids = make([3, 1, 3])
@@ -79,6 +98,25 @@ def test_ids_may_come_in_any_form_and_repeat(make):
         assert torch.equal(idf_penalty(IDF, **{name: ids}), idf_penalty(IDF, **{name: [1, 3]}))
     assert language_penalty(5, ids).tolist() == [100, 0, 100, 0, 100]
     assert language_penalty(5, [], special_token_ids=ids).tolist() == [100, 0, 100, 0, 100]
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ([1, 5], ValueError, "V = 5, got 5"),
+        (torch.tensor([-1]), ValueError, "got -1"),
+        ("ab", TypeError, ""),
+    ],
+)
+def test_ids_that_are_no_token_ids_are_named(bad, error, message):
+    for name, function in {
+        "special_token_ids": lambda ids: idf_penalty(IDF, special_token_ids=ids),
+        "stopword_ids": lambda ids: idf_penalty(IDF, stopword_ids=ids),
+        "allowed_ids": lambda ids: language_penalty(5, ids),
+        "`special_token_ids": lambda ids: language_penalty(5, [], special_token_ids=ids),
+    }.items():
+        with pytest.raises(error, match=rf"{name}`.*{message}"):
+            function(bad)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -97,9 +135,6 @@ def test_an_idf_that_is_not_finite_is_an_error(bad):
         (idf_penalty, torch.ones(3).long(), {}, TypeError, "idf"),
         (idf_penalty, IDF, {"shape": "quadratic"}, ValueError, "'exponential', 'linear'"),
         (idf_penalty, IDF, {"minimum": 1.5}, ValueError, "minimum"),
-        (idf_penalty, IDF, {"special_token_ids": [1, 5]}, ValueError, "special.*V = 5, got 5"),
-        (idf_penalty, IDF, {"stopword_ids": "ab"}, TypeError, "stopword_ids"),
-        (language_penalty, 3, {"allowed_ids": torch.tensor([-1])}, ValueError, "allowed.*got -1"),
         (language_penalty, 0, {"allowed_ids": []}, ValueError, "vocab_size"),
         (language_penalty, 3, {"allowed_ids": [], "penalty": -1.0}, ValueError, "penalty"),
     ],
