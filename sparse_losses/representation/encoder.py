@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,18 +48,17 @@ class SpladeEncoder(nn.Module):
         expansion: Whether a text may have weight at tokens that are not in it.
         gate: A ``ContextGate``, or ``True`` for a new one.
         idf_weights: ``[V]``, finite and >= 0; factors on the activations.
-        max_length: The largest number of tokens read from a text, special tokens included.
-            ``None``: the limit of the tokenizer or the model.
-        importance: With ``expansion=False`` the network: ``"mlp"``, two layers, or ``"linear"``,
-            one layer as in BGE-M3.
+        max_length: The largest number of tokens of a text, with special ones. ``None``: the limit
+            of tokenizer and model.
+        importance: The network of ``expansion=False``: ``"mlp"``, two layers, or ``"linear"``, one
+            as in BGE-M3.
         pool_special_tokens: Whether special tokens of the tokenizer give weights to other tokens.
-        activation: ``"relu"`` or ``"log1p_relu"``, as in ``splade_head``; with
-            ``expansion=False`` also ``"identity"``: the ReLU alone, as in BGE-M3.
+        activation: As in ``splade_head``; with ``expansion=False`` also ``"identity"``: the ReLU
+            alone, as in BGE-M3.
         softcap: The soft cap of the logits. ``None``: that of the model.
-        logit_scale: A factor > 0 on the logits, such as $H^{-1/4}$ for decoders. ``None``: 1.
+        logit_scale: A factor > 0 on the logits, such as $H^{-1/4}$ for decoders.
         bidirectional: Whether each position of a causal language model attends to later ones.
-        prune_ratio: The default ``prune_ratio`` of ``encode``.
-        max_active_dims: The default ``max_active_dims`` of ``encode``.
+        prune_ratio: The default of ``encode``, like ``max_active_dims``.
         document_threshold: A dimension of a document is 0 unless its pooled logit is above it.
             ``calibrate`` sets this and the next three.
         query_threshold: The same for queries.
@@ -135,17 +134,15 @@ class SpladeEncoder(nn.Module):
             self.head.softcap = softcap or self.head.softcap
             self.head.logit_scale *= logit_scale or 1.0
         elif not isinstance(getattr(inner, "base_model", None), nn.Module) or inner is not model:
-            raise TypeError(
-                "expected `model` to be a model of transformers without adapters, got "
-                f"{type(model).__name__}: model.merge_and_unload() merges adapters"
-            )
+            what = "expected `model` to be a model of transformers without adapters"
+            kind = type(model).__name__
+            raise TypeError(f"{what}, got {kind}: model.merge_and_unload() merges adapters")
         self.model, self.tokenizer = model if expansion else model.base_model, tokenizer
         set_attention(inner, bidirectional=bidirectional)
         self._inputs = without_cache(inner.base_model)
-        config = inner.config.get_text_config()
+        config, like = inner.config.get_text_config(), next(model.parameters())
         self.vocab_size = int(config.vocab_size)
         parts.check_tokenizer(tokenizer, self.vocab_size)
-        like = next(model.parameters())
         with like.device:
             if not expansion:
                 self.importance = parts.importance(importance, config.hidden_size).to(like)
@@ -182,10 +179,10 @@ class SpladeEncoder(nn.Module):
         """Return activations ``[B, V]``, fp32 (fp64 for a model in fp64).
 
         Args:
-            input_ids: ``[B, S]`` integers.
+            input_ids: ``[B, S]`` integers; ``tokenize`` gives them.
             attention_mask: ``[B, S]`` 0/1; without it all positions are attended.
             pool_mask: ``[B, S]`` 0/1: the attended positions that may give weights, such as those
-                after a prompt. ``pool_special_tokens=False`` leaves out special tokens also.
+                after a prompt.
             return_logits: Also return the signed pooled logits ``[B, V]`` after the gate and before
                 threshold and idf weights; without expansion they are 0 at other tokens.
             apply_idf: Whether to multiply with the idf weights; ``None``: if there are any.
@@ -196,7 +193,6 @@ class SpladeEncoder(nn.Module):
             **inputs: Other inputs of the model, such as ``token_type_ids``.
 
         Raises:
-            TypeError: for texts (``tokenize`` gives their ids) or floating-point numbers.
             ValueError: for ids outside [0, V), and options that do not go together.
             RuntimeError: if the model's output embeddings were replaced.
         """
@@ -226,8 +222,9 @@ class SpladeEncoder(nn.Module):
             logits = logits if gate is None else logits * gate
             activations = weights_of(logits, self.activation)
         if threshold is not None:
-            options = {"activation": self.activation, "counted": None if idf is None else idf > 0}
-            activations = pruned_weights(activations, threshold, self.keep_at_least, **options)
+            counted = None if idf is None else idf > 0
+            how = {"activation": self.activation, "counted": counted}
+            activations = pruned_weights(activations, threshold, self.keep_at_least, **how)
         if is_weighted:
             activations = activations * idf
         return (activations, logits) if return_logits else activations
@@ -265,8 +262,8 @@ class SpladeEncoder(nn.Module):
                     "expected the output embeddings that the encoder was created with, got others: "
                     "create it after resize_token_embeddings and after adding adapters to them"
                 )
-        inputs = {**self._inputs, **inputs}
-        hidden: Tensor = model(input_ids=input_ids, attention_mask=attention_mask, **inputs)[0]
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
+        hidden: Tensor = model(**self._inputs | inputs)[0]
         return hidden
 
     def tokenize(
@@ -312,8 +309,7 @@ class SpladeEncoder(nn.Module):
             active: One of the numbers in ``budgets``, whose threshold is used.
             prune_ratio: The share of a text's largest weight, in [0, 1), below which weights are
                 dropped. ``None``: the encoder's.
-            max_active_dims: The largest number of weights to keep per text. ``None``: the
-                encoder's.
+            max_active_dims: How many weights a text keeps at most. ``None``: the encoder's.
             show_progress: Whether to show a progress bar; ``None``: in a terminal.
 
         Raises:
@@ -356,13 +352,16 @@ class SpladeEncoder(nn.Module):
             **options: Options of ``encode``, for texts only.
         """
         check_integer("k", k, minimum=1)
-        if isinstance(texts_or_vectors, Tensor):
-            if options:
-                raise TypeError(f"expected no options with vectors, got {', '.join(options)}")
-            return encoding.top_of_vectors(texts_or_vectors, k, self.tokenizer, self.vocab_size)
-        options |= {"output": "tokens", "max_active_dims": k}
-        top: list[dict[str, float]] = self.encode(texts_or_vectors, **options)
-        return top
+        if not isinstance(vectors := texts_or_vectors, Tensor):
+            options |= {"output": "tokens", "max_active_dims": k}
+            return cast(list[dict[str, float]], self.encode(texts_or_vectors, **options))
+        if options:
+            raise TypeError(f"expected no options with vectors, got {', '.join(options)}")
+        if not vectors.is_floating_point() or vectors.shape[1:] != (self.vocab_size,):
+            expected, got = f"[N, V] with V = {self.vocab_size}", list(vectors.shape)
+            raise ValueError(f"expected floating {expected}, got {got} of {vectors.dtype}")
+        entries = encoding.entries_of(vectors.detach())
+        return [encoding.named(self.tokenizer, *encoding.pruned(*x, None, k)) for x in entries]
 
     def token_weights(
         self, texts: Sequence[str], *, batch_size: int = 32
@@ -372,7 +371,7 @@ class SpladeEncoder(nn.Module):
         $$w_s = \max_j u_j \log\bigl(1 + \mathrm{ReLU}(g_j \, \ell_{sj})\bigr)$$
 
         With ``expansion=False`` a position activates its own token only, and special tokens have a
-        weight of 0. Arguments and errors are those of ``encode``.
+        weight of 0. Arguments are those of ``encode``.
 
         Returns:
             For each text its tokens in order, with special tokens, each with its weight >= 0.
@@ -381,15 +380,10 @@ class SpladeEncoder(nn.Module):
         with torch.no_grad(), evaluating(self):
             for numbers in encoding.batches(texts, batch_size):
                 batch = self.tokenize([texts[i] for i in numbers])
-                weights, attended = (
-                    parts.position_weights(self, **batch),
-                    batch["attention_mask"].bool(),
-                )
-                encoding.check_finite(weights, numbers)
-                for row, i in enumerate(numbers):
-                    ids, kept = batch["input_ids"][row, attended[row]], weights[row, attended[row]]
-                    names = encoding.spelled(self.tokenizer, ids.tolist())
-                    result[i] = list(zip(names, kept.tolist(), strict=True))
+                rows = parts.position_weights(self, **batch), *batch.values()
+                for i, weights, ids, mask in zip(numbers, *rows, strict=True):
+                    names = encoding.spelled(self.tokenizer, ids[mask > 0].tolist())
+                    result[i] = list(zip(names, weights[mask > 0].tolist(), strict=True))
         return [result[i] for i in range(len(texts))]
 
     def calibrate(self, documents: Sequence[str], *targets: Any, **options: Any) -> "Calibration":
@@ -418,8 +412,8 @@ class SpladeEncoder(nn.Module):
             name_or_path: A folder, or a name on the Hugging Face Hub.
             gate: ``True``: the saved one, or else a new one; ``False``: none; ``None``: as saved.
             idf_weights: ``False``: none; ``None``: as saved.
-            **options: Other arguments of the class, ``None`` or left out: as saved; and options of
-                the loaders of ``transformers``, such as ``dtype`` and ``revision``.
+            **options: Other arguments of the class, left out: as saved; and options of the loaders
+                of ``transformers``, such as ``dtype`` and ``revision``.
 
         Raises:
             OSError: if there is no such folder, or it is incomplete or damaged.
@@ -428,21 +422,22 @@ class SpladeEncoder(nn.Module):
         Warns:
             UserWarning: if the checkpoint lacks weights: they are random then.
         """
-        own = {name: options.pop(name, None) for name in (*SETTINGS, "importance", "max_length")}
+        names = (*SETTINGS, "importance", "max_length")
+        own = {name: x for name in names if (x := options.pop(name, None)) is not None}
         folder = Folder(name_or_path, **options)
         saved, tensors = folder.read()
-        own = {name: saved.get(name) if x is None else x for name, x in own.items()}
-        settings: dict[str, Any] = {name: x for name, x in own.items() if x is not None}
+        settings = {name: x for name in names if (x := saved.get(name)) is not None} | own
         has_logits = bool(settings.get("expansion", True))
         model, tokenizer = folder.read_model(has_logits=has_logits, **options)
         with named_damage(folder.name):
             parts.check(saved)
-            if (gate is None or gate is True) and saved.get("gate"):
-                gate = parts.saved_gate(unwrapped(model).config, saved["gate"], tensors)
-        if idf_weights is not False:
-            weights = tensors.get("idf_weights") if idf_weights is None else idf_weights
-            settings["idf_weights"] = weights
-        encoder = cls(model, tokenizer, gate=gate, **settings)
+            if gate in (None, True) and saved.get("gate"):
+                sizes = unwrapped(model).config.get_text_config()
+                gate = parts.saved_gate(sizes, saved["gate"], tensors)
+        if idf_weights is None:
+            idf_weights = tensors.get("idf_weights")
+        weights = None if idf_weights is False else idf_weights
+        encoder = cls(model, tokenizer, gate=gate, idf_weights=weights, **settings)
         with named_damage(folder.name):
             if not encoder.expansion:
                 part = parts.state(tensors, "importance") or folder.read_linear(encoder.importance)
@@ -453,13 +448,9 @@ class SpladeEncoder(nn.Module):
         """Write everything ``from_pretrained`` reads, as safetensors and JSON.
 
         ``transformers`` and sentence-transformers load the folder, too; the latter prunes by
-        ``max_active_dims`` alone, not by thresholds. Of a ``PeftModel`` the adapters are saved as
-        PEFT does, with the path or name of the base model. Until the last file is written the
-        folder does not load. README.md is a model card; one without its last line is yours, and
-        stays.
-
-        Args:
-            folder: Made if it does not exist; files of other names stay.
+        ``max_active_dims`` alone. Of a ``PeftModel`` the adapters are saved, with the name of the
+        base model. Until the last file is written the folder does not load. README.md is a model
+        card; one without its last line is yours, and stays, as files of other names do.
 
         Raises:
             TypeError: for parameters that are sharded over ranks.

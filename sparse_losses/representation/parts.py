@@ -41,27 +41,25 @@ SETTINGS: dict[str, Any] = {
 def check(settings: dict[str, Any]) -> None:
     """Raise unless these settings, or their defaults, go together."""
     settings = {"importance": "mlp", "max_length": None, **SETTINGS, **settings}
-    expansion, max_length = settings["expansion"], settings["max_length"]
+    expansion = settings["expansion"]
     flags = ("expansion", "pool_special_tokens", "bidirectional")
     check_flag(**{name: settings[name] for name in flags})
-    activations = get_args(Activation) if expansion else (*get_args(Activation), "identity")
+    activations = get_args(Activation) + (() if expansion else ("identity",))
     check_choice("activation", settings["activation"], activations)
     check_choice("importance", settings["importance"], ("mlp",) if expansion else ("mlp", "linear"))
-    for name in ("softcap", "logit_scale"):
-        if settings[name] is not None:
-            check_number(name, settings[name], minimum=0.0, exclusive=True)
-            if not expansion:
-                raise ValueError(f"expected no `{name}` with expansion=False")
+    numbers = {name: settings[name] for name in ("softcap", "logit_scale")}
+    if not expansion and any(x is not None for x in numbers.values()):
+        raise ValueError("expected no `softcap` and `logit_scale` with expansion=False")
     thresholds = {f"{side}_threshold": settings[f"{side}_threshold"] for side in SIDES}
     for number, pair in settings["budgets"].items():
         thresholds |= {f"budgets[{number}][{i}]": x for i, x in enumerate(pair)}
-    for name, threshold in thresholds.items():
-        if threshold is not None:
-            check_number(name, threshold, minimum=0.0)
+    for name, x in {**numbers, **thresholds}.items():
+        if x is not None:
+            check_number(name, x, minimum=0.0, exclusive=name in numbers)
     check_integer("keep_at_least", settings["keep_at_least"], minimum=0)
     check_pruning(settings["prune_ratio"], settings["max_active_dims"])
-    if max_length is not None:
-        check_integer("max_length", max_length, minimum=1)
+    if settings["max_length"] is not None:
+        check_integer("max_length", settings["max_length"], minimum=1)
 
 
 def budgets(saved: dict[Any, Any]) -> dict[float, tuple[float | None, float | None]]:
@@ -119,15 +117,12 @@ def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
         tokenizer.pad_token = tokenizer.eos_token
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab_size:
-        raise ValueError(
-            "expected `tokenizer` to have ids below the model's vocabulary size "
-            f"{vocab_size}, got the id {largest}"
-        )
+        what = f"ids below the model's vocabulary size {vocab_size}"
+        raise ValueError(f"expected `tokenizer` to have {what}, got the id {largest}")
 
 
-def saved_gate(config: Any, settings: dict[str, Any], tensors: dict[str, Tensor]) -> ContextGate:
+def saved_gate(sizes: Any, settings: dict[str, Any], tensors: dict[str, Tensor]) -> ContextGate:
     """Return the gate of a folder, in fp32 on the CPU."""
-    sizes = config.get_text_config()
     with torch.device("cpu"):
         gate = ContextGate(sizes.hidden_size, sizes.vocab_size, **settings).float()
     gate.load_state_dict(state(tensors, "gate"))
@@ -136,13 +131,13 @@ def saved_gate(config: Any, settings: dict[str, Any], tensors: dict[str, Tensor]
 
 def gate(given: object, hidden_size: int, vocab_size: int) -> ContextGate | None:
     """Return the gate, for ``True`` a new one; raise for one of other sizes."""
-    if given is None or given is False:
-        return None
     if given is True:
         heads = next(n for n in (4, 2, 1) if hidden_size % n == 0)
         return ContextGate(hidden_size, vocab_size, num_heads=heads)
     if not isinstance(given, ContextGate):
-        raise TypeError(f"expected `gate` to be a ContextGate, True, False or None, got {given!r}")
+        if given not in (None, False):
+            raise TypeError(f"expected `gate` to be a ContextGate or a flag, got {given!r}")
+        return None
     expected, sizes = (hidden_size, vocab_size), (given.hidden_size, given.vocab_size)
     if sizes != expected:
         raise ValueError(f"expected `gate` of hidden and vocab_size {expected}, got {sizes}")
@@ -164,12 +159,9 @@ def max_length(given: int | None, model: Any, tokenizer: Any) -> int | None:
     if given is None:
         known = [x for x in (*limits, tokenizer.model_max_length) if x < 10**9]  # 1e30: unknown
         return min((int(x) for x in known), default=None)
-    special = tokenizer.num_special_tokens_to_add(pair=False)
-    check_integer("max_length", given, minimum=special + 1)
-    if limits and given > min(limits):
-        raise ValueError(
-            f"expected `max_length` of at most the model's {min(limits)} positions, got {given}"
-        )
+    check_integer("max_length", given, minimum=tokenizer.num_special_tokens_to_add() + 1)
+    if limits and given > (most := min(limits)):
+        raise ValueError(f"expected `max_length` <= {most}, the model's positions, got {given}")
     return int(given)
 
 

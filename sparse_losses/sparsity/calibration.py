@@ -1,8 +1,9 @@
 """The number of active dimensions: thresholds that make it, or a shifted bias to start from."""
 
+import contextlib
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 from sparse_losses._core.activation import Activation, logits_at, weight_at
 from sparse_losses._core.checks import check_choice, check_integer, check_number, check_rows
 from sparse_losses.representation._language_model import evaluating
-from sparse_losses.representation.encoding import check_texts
+from sparse_losses.representation.encoder import SpladeEncoder
+from sparse_losses.representation.encoding import batches
+from sparse_losses.representation.head import SpladeHead
 from sparse_losses.representation.parts import SIDES
 from sparse_losses.sparsity.entries import Entries, products_limit
-from sparse_losses.sparsity.models import Budgets, Thresholds, adapter_of
+from sparse_losses.sparsity.models import Adapter, Budgets, Thresholds, adapter_of
 
 START = 256  # dimensions of a start that the warning names, or a sixteenth of a small vocabulary
 
@@ -193,22 +196,22 @@ def calibrate(
     """
     check_choice("method", method, ("prune", "shift"))
     check_integer("keep_at_least", keep_at_least, minimum=0)
-    is_shift, of = method == "shift", adapter_of(model)
+    is_shift, sides = method == "shift", []
     kept, lowest = (0, -math.inf) if is_shift else (keep_at_least, 0.0)
-    targets = _targets(of, is_shift, kept, target_active, query_target, target_products)
-    if queries is None and (query_target is not None or target_products is not None):
-        raise ValueError("expected `queries` for `query_target` and `target_products`, got None")
-    sides: list[Entries] = []
-    with torch.no_grad(), evaluating(model):
-        for i, data in enumerate((documents, queries)[: 1 if queries is None else 2]):
-            if of.takes_texts:
-                check_texts(data)
-            numbers = [number for pair in targets if (number := pair[i]) is not None]
-            wanted = max(numbers) * len(data) if numbers and of.takes_texts else None
-            sides.append(Entries(SIDES[i], lowest, kept, wanted))
-            for x in of.read(data, SIDES[i], is_shift, batch_size, show_progress):
-                sides[i].add(x)
-            sides[i].join()
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        of = adapter_of(model, is_shift, stack)
+        targets = _targets(of, is_shift, kept, target_active, query_target, target_products)
+        if queries is None and (query_target is not None or target_products is not None):
+            raise ValueError("expected `queries` for `query_target` or `target_products`, got None")
+        stack.enter_context(evaluating(model))
+        for name, data in zip(SIDES, (documents, queries), strict=True):
+            if data is None:
+                continue
+            side = Entries(name, lowest, kept)
+            for batch in _batches(of, data, batch_size, show_progress):
+                side.add(of.read(batch, name))
+            side.join()
+            sides.append(side)
     before = _sparsity(sides, (None, None))
     if not is_shift and before.document_active > of.vocab_size / 2:
         start = min(START, of.vocab_size // 16)
@@ -241,8 +244,17 @@ def calibrate(
     return result
 
 
+def _batches(of: Adapter, data: Any, batch_size: int, show_progress: bool | None) -> Iterator[Any]:
+    if of.kind is SpladeHead:
+        yield from data
+        return
+    bar = {"desc": "Calibrating", "delay": 10 if show_progress is None else 0}
+    for numbers in batches(data, batch_size, show_progress is not False, **bar):
+        yield [data[i] for i in numbers]
+
+
 def _pruned(
-    sides: Sequence[Entries], targets: Thresholds, one: float | None, of: Any
+    sides: Sequence[Entries], targets: Thresholds, one: float | None, of: Adapter
 ) -> tuple[Sequence[float | None], Thresholds]:
     """Return the limits of the weights of both sides, and their thresholds, of the logits."""
     limits: list[float | None] = [None, None]
@@ -271,12 +283,12 @@ def _sparsity(sides: Sequence[Entries], limits: Sequence[float | None]) -> Spars
 
 
 def _targets(
-    of: Any, is_shift: bool, keep: int, documents: Any, queries: Any, products: Any
+    of: Adapter, is_shift: bool, keep: int, documents: Any, queries: Any, products: Any
 ) -> list[Thresholds]:
     """Return the numbers of active dimensions of documents and queries, checked."""
     numbers = list(documents) if isinstance(documents, (list, tuple)) else [documents]
     others = list(queries) if isinstance(queries, (list, tuple)) else [queries] * len(numbers)
-    if len(numbers) > 1 and (is_shift or not of.takes_several):
+    if len(numbers) > 1 and (is_shift or of.kind is not SpladeEncoder):
         raise ValueError("expected one `target_active`: only pruning a SpladeEncoder takes several")
     if not numbers or len(others) != len(numbers):
         raise ValueError(f"expected a `query_target` for each of {documents}, got {queries}")

@@ -118,7 +118,7 @@ def test_top_tokens_of_odd_vectors():
     assert encoder.top_tokens(torch.zeros(0, size)) == encoder.top_tokens([]) == []
     for wrong, options, error, match in [
         (torch.zeros(2, size + 1), {}, ValueError, rf"V = {size}, got \[2, {size + 1}\]"),
-        (torch.zeros(1, size, dtype=torch.int64), {}, TypeError, "floating point, got torch.int64"),
+        (torch.zeros(1, size, dtype=torch.int64), {}, ValueError, "floating .* of torch.int64"),
         (torch.zeros(1, size), {"k": 0}, ValueError, "`k`"),
         (torch.zeros(1, size), {"batch_size": 2}, TypeError, "batch_size"),
     ]:
@@ -237,25 +237,28 @@ def test_wrong_inputs_are_named():
         sparse(ids, layout=torch.sparse_csr)
     with torch.no_grad():
         encoder.head.bias[4] = math.nan
-    for call in (encoder.encode, encoder.token_weights):
-        with pytest.raises(ValueError, match=r"expected finite .*, got others in (row|text) 0"):
-            call(["a"])
+    with pytest.raises(ValueError, match=r"expected finite .*, got others in row 0"):
+        encoder.encode(["a"])
 
 
 def test_wrong_parts_and_settings_are_named():
     model, words = pair("bert")
     size = len(words)
     for options, error, match in [
-        ({"gate": "yes"}, TypeError, "expected `gate` to be a ContextGate, True, False or None"),
+        ({"gate": "yes"}, TypeError, "expected `gate` to be a ContextGate or a flag"),
         ({"gate": ContextGate(16, size + 1)}, ValueError, rf"\(16, {size}\), got \(16, "),
         ({"idf_weights": torch.ones(3)}, ValueError, f"V = {size} finite numbers"),
         ({"idf_weights": -torch.ones(size)}, ValueError, "finite numbers >= 0"),
         ({"expansion": 1}, TypeError, "expected `expansion` to be True or False"),
         ({"max_length": 2}, ValueError, "`max_length` to be an integer >= 3, got 2"),
-        ({"max_length": 41}, ValueError, "at most the model's 40 positions, got 41"),
+        ({"max_length": 41}, ValueError, "<= 40, the model's positions, got 41"),
         ({"activation": "identity"}, ValueError, "expected `activation` to be one of"),
         ({"importance": "linear"}, ValueError, "expected `importance` to be one of"),
-        ({"expansion": False, "softcap": 2.0}, ValueError, "no `softcap` with expansion=False"),
+        (
+            {"expansion": False, "softcap": 2.0},
+            ValueError,
+            "no `softcap` and .* with expansion=False",
+        ),
         ({"logit_scale": 0.0}, ValueError, "expected `logit_scale` to be a finite number > 0"),
         ({"prune_ratio": 1.0}, ValueError, r"expected `prune_ratio` in \[0, 1\), got 1.0"),
         ({"max_active_dims": 0}, ValueError, "expected `max_active_dims` to be an integer >= 1"),

@@ -230,18 +230,9 @@ def test_the_limit_is_the_smallest_of_file_model_and_tokenizer(written):
         assert SpladeEncoder.from_pretrained(folder, max_length=9).max_length == 9
 
 
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        ({"similarity_fn_name": "cosine"}, "compares vectors by cosine, not by products"),
-        (
-            {"prompts": {"p": "ask: "}, "default_prompt_name": "p"},
-            "default prompt p, for texts without a side",
-        ),
-    ],
-)
-def test_what_is_done_elsewhere_alone_is_a_warning(said, message, written):
-    with pytest.warns(UserWarning, match=message):
+def test_what_is_done_elsewhere_alone_is_a_warning(written):
+    said = {"prompts": {"p": "ask: "}, "default_prompt_name": "p"}
+    with pytest.warns(UserWarning, match="default prompt p, for texts without a side"):
         SpladeEncoder.from_pretrained(written(ENCODER, said))
 
 

@@ -65,8 +65,7 @@ def test_nothing_gives_nothing():
     encoder.weight.zero_()
     assert encoder.encode_query(["dog"]).values().numel() == 0
     encoder.weight[encoder.tokenizer.convert_tokens_to_ids("dog")] = torch.nan
-    with pytest.raises(ValueError, match="got others in text 1"):
-        encoder.encode_query(["lazy", "dog"])
+    assert encoder.encode_query(["lazy", "dog"], output="dense").isnan().any(1).tolist() == [0, 1]
 
 
 def test_masked_positions_do_not_count_whatever_their_ids():
@@ -103,7 +102,6 @@ def test_wrong_inputs_are_errors():
         (torch.ones(150, 1), ValueError, r"expected `weight` of shape \[V\]"),
         (torch.ones(150).long(), TypeError, "expected `weight` to be floating point"),
         ([1.0] * 150, TypeError, "expected `weight` to be a torch.Tensor, got list"),
-        (torch.full((150,), torch.nan), ValueError, "expected `weight` to be finite"),
     ],
 )
 def test_wrong_weights_are_errors(weight, error, message):
