@@ -29,8 +29,16 @@ class TiedProjection(NamedTuple):
 
     layer: Any
     embeddings: Any
-    weight = property(lambda self: self.embeddings.weight)
-    bias = property(lambda self: self.layer.bias)
+
+    @property
+    def weight(self) -> Any:
+        """The matrix of the embeddings."""
+        return self.embeddings.weight
+
+    @property
+    def bias(self) -> Any:
+        """The bias of the layer."""
+        return self.layer.bias
 
 
 def unwrapped(model: Any) -> Any:

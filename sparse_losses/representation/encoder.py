@@ -222,8 +222,7 @@ class SpladeEncoder(nn.Module):
             logits = logits if gate is None else logits * gate
             activations = weights_of(logits, self.activation)
         if threshold is not None:
-            counted = None if idf is None else idf > 0
-            how = {"activation": self.activation, "counted": counted}
+            how: Any = {"activation": self.activation, "counted": None if idf is None else idf > 0}
             activations = pruned_weights(activations, threshold, self.keep_at_least, **how)
         if is_weighted:
             activations = activations * idf
@@ -354,7 +353,7 @@ class SpladeEncoder(nn.Module):
         check_integer("k", k, minimum=1)
         if not isinstance(vectors := texts_or_vectors, Tensor):
             options |= {"output": "tokens", "max_active_dims": k}
-            return cast(list[dict[str, float]], self.encode(texts_or_vectors, **options))
+            return cast(list[dict[str, float]], self.encode(vectors, **options))
         if options:
             raise TypeError(f"expected no options with vectors, got {', '.join(options)}")
         if not vectors.is_floating_point() or vectors.shape[1:] != (self.vocab_size,):
@@ -363,28 +362,35 @@ class SpladeEncoder(nn.Module):
         entries = encoding.entries_of(vectors.detach())
         return [encoding.named(self.tokenizer, *encoding.pruned(*x, None, k)) for x in entries]
 
-    def token_weights(
-        self, texts: Sequence[str], *, batch_size: int = 32
-    ) -> list[list[tuple[str, float]]]:
+    def token_weights(self, texts: Sequence[str]) -> list[list[tuple[str, float]]]:
         r"""Return the activation of the strongest token at each position of a text.
 
         $$w_s = \max_j u_j \log\bigl(1 + \mathrm{ReLU}(g_j \, \ell_{sj})\bigr)$$
 
         With ``expansion=False`` a position activates its own token only, and special tokens have a
-        weight of 0. Arguments are those of ``encode``.
+        weight of 0.
 
         Returns:
             For each text its tokens in order, with special tokens, each with its weight >= 0.
         """
-        result: dict[int, list[tuple[str, float]]] = {}
+        encoding.check_texts(texts)
         with torch.no_grad(), evaluating(self):
-            for numbers in encoding.batches(texts, batch_size):
-                batch = self.tokenize([texts[i] for i in numbers])
-                rows = parts.position_weights(self, **batch), *batch.values()
-                for i, weights, ids, mask in zip(numbers, *rows, strict=True):
-                    names = encoding.spelled(self.tokenizer, ids[mask > 0].tolist())
-                    result[i] = list(zip(names, weights[mask > 0].tolist(), strict=True))
-        return [result[i] for i in range(len(texts))]
+            return [self._token_weights(**self.tokenize([text])) for text in texts]
+
+    def _token_weights(self, input_ids: Tensor, attention_mask: Tensor) -> list[tuple[str, float]]:
+        hidden, ids = self._hidden(input_ids, attention_mask), input_ids[0]
+        gate = None if self.gate is None else self.gate(hidden, attention_mask)
+        idf = 1.0 if self.idf_weights is None else self.idf_weights
+        if self.expansion:  # each position is a text of one token
+            gate = None if gate is None else gate.expand(len(ids), -1)
+            weights = (self.head(hidden[0][:, None], gate=gate) * idf).amax(1)
+        else:
+            logits = parts.position_logits(self.importance, hidden)[0, :, None]
+            logits = logits.expand(-1, self.vocab_size) if gate is None else logits * gate
+            weights = (weights_of(logits, self.activation) * idf).gather(1, ids[:, None])[:, 0]
+        weights = weights.masked_fill(~self._pooled(input_ids, attention_mask)[0], 0.0)
+        names = encoding.spelled(self.tokenizer, ids.tolist())
+        return list(zip(names, weights.tolist(), strict=True))
 
     def calibrate(self, documents: Sequence[str], *targets: Any, **options: Any) -> "Calibration":
         """Do what ``sparse_losses.calibrate`` does with this encoder; see there."""
@@ -429,19 +435,21 @@ class SpladeEncoder(nn.Module):
         settings = {name: x for name in names if (x := saved.get(name)) is not None} | own
         has_logits = bool(settings.get("expansion", True))
         model, tokenizer = folder.read_model(has_logits=has_logits, **options)
-        with named_damage(folder.name):
+        with named_damage(folder.name), torch.device("cpu"):
             parts.check(saved)
             if gate in (None, True) and saved.get("gate"):
-                sizes = unwrapped(model).config.get_text_config()
-                gate = parts.saved_gate(sizes, saved["gate"], tensors)
-        if idf_weights is None:
-            idf_weights = tensors.get("idf_weights")
-        weights = None if idf_weights is False else idf_weights
+                config = unwrapped(model).config.get_text_config()
+                gate = ContextGate(config.hidden_size, config.vocab_size, **saved["gate"])
+            else:
+                tensors = {key: x for key, x in tensors.items() if not key.startswith("gate.")}
+        weights = tensors.pop("idf_weights", None)
+        if idf_weights is not None:
+            weights = None if idf_weights is False else idf_weights
         encoder = cls(model, tokenizer, gate=gate, idf_weights=weights, **settings)
         with named_damage(folder.name):
-            if not encoder.expansion:
-                part = parts.state(tensors, "importance") or folder.read_linear(encoder.importance)
-                encoder.importance.load_state_dict(part or encoder.importance.state_dict())
+            if settings.get("importance") == "linear" and "importance.weight" not in tensors:
+                tensors |= folder.read_linear()
+            encoder.load_state_dict(tensors, strict=False)
         return encoder.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -449,8 +457,8 @@ class SpladeEncoder(nn.Module):
 
         ``transformers`` and sentence-transformers load the folder, too; the latter prunes by
         ``max_active_dims`` alone. Of a ``PeftModel`` the adapters are saved, with the name of the
-        base model. Until the last file is written the folder does not load. README.md is a model
-        card; one without its last line is yours, and stays, as files of other names do.
+        base model. Until the last file is written the folder does not load. Files of other names
+        stay.
 
         Raises:
             TypeError: for parameters that are sharded over ranks.

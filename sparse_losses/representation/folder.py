@@ -5,15 +5,14 @@ What a folder of sentence-transformers says is applied, or refused by the name o
 
 import json
 import os
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparse_losses._core.activation import Activation
 from sparse_losses._core.extras import from_extra
@@ -52,18 +51,7 @@ STALE = ("model.safetensors", "model.safetensors.index.json", ADAPTER, "adapter_
 # The settings that sentence-transformers' modules have.
 PLAIN = {"expansion": True, "pool_special_tokens": True, "softcap": None, "logit_scale": None}
 PLAIN |= {"idf_weights": False, "gate": None}
-OWN = "<!-- save_pretrained writes this file: remove this line to keep your changes -->"
-CARD = """---
-library_name: {library}
-tags: [sparse-encoder, splade, sparse-losses, feature-extraction]
-base_model: {base}
----
-# {name}
-A sparse encoder, saved by sparse-losses: a {kind}. `SpladeEncoder.from_pretrained("{name}")` of
-`sparse_losses` loads it. With sentence-transformers: {theirs}.
-
-{own}
-"""
+CUTS = "document_threshold", "query_threshold", "prune_ratio"  # which these have no place for
 
 
 class UnsupportedEncoder:
@@ -110,9 +98,6 @@ class Folder:
 
     def inside(self, path: str) -> "Folder":
         """Return the folder at a path in this one."""
-        place = PureWindowsPath(path)  # it knows both kinds of slashes
-        if place.anchor or ".." in place.parts:
-            raise ValueError(f"expected paths inside it in {MODULES}, got {path!r}")
         subfolder = "/".join(filter(None, (self.hub.get("subfolder"), path)))
         return Folder(self.name, **{**self.hub, "subfolder": subfolder})
 
@@ -157,7 +142,9 @@ class Folder:
             got = ", ".join(kinds)
             raise ValueError(f"expected {self.name} to have known modules only, got {got}")
         with named_damage(self.name):
-            said = {"transformer_task": "feature-extraction"} if kinds[0] == "Transformer" else {}
+            said: dict[str, Any] = {}
+            if kinds[0] == "Transformer":
+                said["transformer_task"] = "feature-extraction"
             said |= place.json(TRANSFORMER) | modules["SpladePooling"].json("config.json")
             for key in ("model", "config", "processor"):
                 old = f"{key}_args".replace("processor", "tokenizer")
@@ -201,10 +188,11 @@ class Folder:
                 warnings.warn(f"{self.name} {text}, in sentence-transformers", stacklevel=3)
         return settings, tensors
 
-    def read_linear(self, layer: nn.Module) -> dict[str, Tensor]:
-        """Return the state of BGE-M3's layer for a layer of its kind, empty without its file."""
-        path = self.find(LINEAR) if isinstance(layer, nn.Linear) else None
-        return {} if path is None else torch.load(path, map_location="cpu", weights_only=True)
+    def read_linear(self) -> dict[str, Tensor]:
+        """Return the state of BGE-M3's layer, empty without its file."""
+        path = self.find(LINEAR)
+        state = torch.load(path, map_location="cpu", weights_only=True) if path else {}
+        return {f"importance.{name}": x for name, x in state.items()}
 
     def read_model(self, *, has_logits: bool, **options: Any) -> tuple[Any, Any]:
         """Return the language model, with adapters as a ``PeftModel``, and its tokenizer."""
@@ -283,15 +271,15 @@ def write_folder(
     from safetensors.torch import save_file
 
     target, inner = Path(folder), unwrapped(model)
-    _check_adapters(model, inner)
+    if inner is not model:
+        _check_adapters(model)
     target.mkdir(parents=True, exist_ok=True)
     for stale in (SETTINGS, LINEAR, *STALE):
         (target / stale).unlink(missing_ok=True)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     if settings.get("importance") == "linear":
-        state = {name.split(".")[1]: x for name, x in tensors.items() if "importance." in name}
-        torch.save(state, target / LINEAR)
+        torch.save({x: tensors[f"importance.{x}"] for x in ("weight", "bias")}, target / LINEAR)
 
     prompts, limit = settings.pop("prompts") or {}, settings["max_active_dims"]
     if limit is None and settings["budgets"]:
@@ -301,48 +289,30 @@ def write_folder(
     if _auto_class(inner.config).__name__.endswith("CausalLM") or any(
         settings[key] != value for key, value in PLAIN.items()
     ):  # without an entry they would build another model
-        theirs = "it has no modules for this encoder"
         _write_entries(target, {"": f"{__name__}.{UnsupportedEncoder.__name__}"})
     else:
-        theirs = f'`SparseEncoder("{target.resolve().name}")`'
         pooling = {"pooling_strategy": "max", "activation_function": settings["activation"]}
         _write_json(target / "1_SpladePooling" / "config.json", pooling)
         _write_json(target / TRANSFORMER, {"max_seq_length": settings["max_length"]})
         kinds = {"": "MLMTransformer", "1_SpladePooling": "SpladePooling"}
         _write_entries(target, {path: f"{THEIRS}.{kind}" for path, kind in kinds.items()})
-        cuts = "document_threshold", "query_threshold", "prune_ratio"
-        if cuts := tuple(key for key in cuts if settings[key] is not None):
+        cuts = [key for key in CUTS if settings[key] is not None]
+        if cuts:
             kept = "all active dimensions" if limit is None else f"the {limit} largest"
             less = f"does not apply {', '.join(cuts)}, and keeps {kept}"
-            theirs += f", which {less}"
             warnings.warn(f"sentence-transformers {less} of {target}", stacklevel=3)
-    card = target / "README.md"
-    if not card.exists() or card.read_bytes().rstrip().endswith(OWN.encode()):
-        card.write_text(_card(target.resolve().name, inner, theirs), encoding="utf-8")
     save_file(tensors, target / TENSORS)
     _write_json(target / SETTINGS, {"format": FORMAT, **settings})
 
 
-def _check_adapters(model: Any, inner: Any) -> None:
+def _check_adapters(model: Any) -> None:
     """Raise for adapters that would be saved without what loads them."""
-    if inner is model:
-        has_base = getattr(model, "_hf_peft_config_loaded", False) and model.name_or_path
-        if not has_base and any(".base_layer." in name for name in model.state_dict()):
-            raise TypeError("expected a PeftModel, as get_peft_model makes it, to save adapters")
-    elif list(model.peft_config) != ["default"]:
+    if list(model.peft_config) != ["default"]:
         names = ", ".join(model.peft_config)
         raise ValueError(f"expected one adapter, named 'default', to save, got {names}")
-    elif not model.active_peft_config.base_model_name_or_path:
+    if not model.active_peft_config.base_model_name_or_path:
         why = "which adapters are saved with: save it, load it, and add adapters then"
         raise ValueError(f"expected a base model with a path or a name on the Hub, {why}")
-
-
-def _card(name: str, model: Any, theirs: str) -> str:
-    base, kind = model.name_or_path, type(model).__name__
-    if os.path.exists(base) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
-        base = "# its name on the Hub"
-    library = "sentence-transformers" if theirs.startswith("`") else "transformers"
-    return CARD.format(library=library, base=base, name=name, kind=kind, theirs=theirs, own=OWN)
 
 
 def _write_json(path: Path, content: object) -> None:

@@ -6,7 +6,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.activation import Activation, weights_of
+from sparse_losses._core.activation import Activation
 from sparse_losses._core.checks import (
     check_choice,
     check_flag,
@@ -92,25 +92,6 @@ def token_logits(logits: Tensor, input_ids: Tensor, pooled: Tensor, vocab_size: 
     return largest.scatter_reduce(1, columns, logits, "amax", include_self=False)[:, :-1]
 
 
-def position_weights(encoder: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return the largest activation of every pooled position, ``[B, S]``, 0 at others."""
-    hidden = encoder._hidden(input_ids, attention_mask)
-    gate = None if encoder.gate is None else encoder.gate(hidden, attention_mask)
-    idf = encoder.idf_weights
-    idf = hidden.new_ones(encoder.vocab_size) if idf is None else idf
-    if encoder.expansion:
-        rows = []
-        for i, states in enumerate(hidden):  # each position is a text of one token
-            factor = None if gate is None else gate[i].expand(len(states), -1)
-            rows.append((encoder.head(states[:, None], gate=factor) * idf).amax(1))
-        weights = torch.stack(rows)
-    else:
-        logits = position_logits(encoder.importance, hidden)
-        logits = logits if gate is None else logits * gate.gather(1, input_ids)
-        weights = weights_of(logits, encoder.activation) * idf[input_ids]
-    return weights.masked_fill(~encoder._pooled(input_ids, attention_mask), 0.0)
-
-
 def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
     """Give the tokenizer a padding token if it has none; raise for ids that the model lacks."""
     if tokenizer.pad_token is None:
@@ -119,14 +100,6 @@ def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
     if largest >= vocab_size:
         what = f"ids below the model's vocabulary size {vocab_size}"
         raise ValueError(f"expected `tokenizer` to have {what}, got the id {largest}")
-
-
-def saved_gate(sizes: Any, settings: dict[str, Any], tensors: dict[str, Tensor]) -> ContextGate:
-    """Return the gate of a folder, in fp32 on the CPU."""
-    with torch.device("cpu"):
-        gate = ContextGate(sizes.hidden_size, sizes.vocab_size, **settings).float()
-    gate.load_state_dict(state(tensors, "gate"))
-    return gate
 
 
 def gate(given: object, hidden_size: int, vocab_size: int) -> ContextGate | None:
@@ -163,9 +136,3 @@ def max_length(given: int | None, model: Any, tokenizer: Any) -> int | None:
     if limits and given > (most := min(limits)):
         raise ValueError(f"expected `max_length` <= {most}, the model's positions, got {given}")
     return int(given)
-
-
-def state(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the tensors of one part."""
-    start = f"{name}."
-    return {key.removeprefix(start): x for key, x in tensors.items() if key.startswith(start)}

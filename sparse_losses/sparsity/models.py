@@ -15,8 +15,8 @@ from sparse_losses.representation.encoder import SpladeEncoder
 from sparse_losses.representation.head import SpladeHead
 from sparse_losses.representation.pooling import splade_pool
 
-Thresholds = tuple[float | None, float | None]  # of documents and of queries
-Budgets = dict[float, Thresholds]
+Limits = tuple[float | None, float | None]  # of documents and of queries
+Budgets = dict[float, Limits]
 
 
 class Adapter(NamedTuple):
@@ -25,9 +25,9 @@ class Adapter(NamedTuple):
     kind: type
     activation: str
     vocab_size: int
-    thresholds: Thresholds
+    thresholds: Limits
     read: Callable[[Any, str], Tensor]  # a batch and its side to what is counted, [B, V]
-    prune: Callable[[Thresholds, int, Budgets], None]
+    prune: Callable[[Limits, int, Budgets], None]
     bias: Callable[[], Tensor]
 
 
@@ -69,7 +69,7 @@ def _of_encoder(encoder: SpladeEncoder, signed: bool, stack: contextlib.ExitStac
         x = _present(x[1]) if signed else x
         return x if idf is None else torch.where(idf > 0, x, absent)
 
-    def prune(pair: Thresholds, keep_at_least: int, budgets: Budgets) -> None:
+    def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
         encoder.document_threshold, encoder.query_threshold = pair
         encoder.keep_at_least, encoder.budgets = keep_at_least, budgets
 
@@ -80,7 +80,7 @@ def _of_encoder(encoder: SpladeEncoder, signed: bool, stack: contextlib.ExitStac
         encoder.head.bias = _bias_of(encoder.model)
         return encoder.head.bias
 
-    activation, size = encoder.activation, encoder.vocab_size
+    activation, size = str(encoder.activation), encoder.vocab_size
     return Adapter(SpladeEncoder, activation, size, thresholds, read, prune, bias)
 
 
@@ -93,7 +93,7 @@ def _of_head(head: SpladeHead, signed: bool, stack: contextlib.ExitStack) -> Ada
         x: Any = head(*batch, return_logits=signed)
         return _present(x[1]) if signed else x
 
-    def prune(pair: Thresholds, keep_at_least: int, budgets: Budgets) -> None:
+    def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
         if isinstance(head.threshold, Tensor):  # a buffer, which cannot become a number
             del head.threshold
         head.threshold, head.keep_at_least = pair[0], keep_at_least
@@ -103,14 +103,14 @@ def _of_head(head: SpladeHead, signed: bool, stack: contextlib.ExitStack) -> Ada
             raise ValueError("expected a head with a bias to shift, got one without")
         return head.bias
 
-    activation, size = head.activation, len(head.weight)
+    activation, size = str(head.activation), len(head.weight)
     return Adapter(SpladeHead, activation, size, (None, None), read, prune, bias)
 
 
 class _Pruning:
     """The hook that prunes what a ``SparseEncoder`` gives in evaluation mode."""
 
-    thresholds: Thresholds = (None, None)
+    thresholds: Limits = (None, None)
     keep_at_least = 1
 
     def __init__(self, activation: str) -> None:
@@ -167,7 +167,7 @@ def _of_sparse_encoder(model: Any, signed: bool, stack: contextlib.ExitStack) ->
             return x.relu()  # static queries may have negative weights, which pruning takes
         return _present(seen.pop()) if seen else torch.where(x > 0, torch.inf, -torch.inf)
 
-    def prune(pair: Thresholds, keep_at_least: int, budgets: Budgets) -> None:
+    def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
         pruning.thresholds, pruning.keep_at_least = pair, keep_at_least
         if pair != (None, None):
             warnings.warn(
