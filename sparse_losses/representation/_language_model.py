@@ -87,7 +87,7 @@ def head_of(model: Any) -> Projection:
             f"AutoModelForMaskedLM loads, got {type(model).__name__}"
         )
     is_tied, embeddings = isinstance(linear, TiedProjection), model.get_input_embeddings()
-    weight, kind = getattr(linear, "weight", None), type(linear).__name__
+    weight: Any = getattr(linear, "weight", None)
     if hasattr(linear, "base_layer") or (
         hasattr(embeddings, "base_layer") and embeddings.weight is weight
     ):
@@ -96,10 +96,9 @@ def head_of(model: Any) -> Projection:
         raise _unknown(model, f"it has {why}, which merging them would change too", instead)
     if base is model:
         raise _unknown(model, "its `base_model` is the model itself")
-    if not is_tied and not isinstance(linear, nn.Linear):
-        raise _unknown(model, f"its output embeddings are a {kind}")
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.ndim != 2:
-        raise _unknown(model, f"its output embeddings are quantised, a {kind}")
+    is_matrix = isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2
+    if not is_matrix or not (is_tied or isinstance(linear, nn.Linear)):
+        raise _unknown(model, f"its output embeddings are no matrix but a {type(linear).__name__}")
     layer = linear.layer if is_tied else linear
     with evaluating(model):
         try:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.activation import pruned_weights, weights_of
-from sparse_losses._core.checks import check_choice, check_flag, check_integer, check_shapes
+from sparse_losses._core.checks import check_choice, check_integer, check_shapes
 from sparse_losses._core.implementations import is_exported
 from sparse_losses._core.token_ids import as_mask, attended_ids
 from sparse_losses.representation import encoding, parts
@@ -125,9 +125,10 @@ class SpladeEncoder(nn.Module):
         self.softcap, self.logit_scale = softcap, logit_scale
         self.prune_ratio, self.max_active_dims = prune_ratio, max_active_dims
         self.document_threshold, self.query_threshold = document_threshold, query_threshold
-        self.keep_at_least, self.budgets = keep_at_least, parts.budgets(budgets or {})
-        self.prompts = prompts
-        parts.check(self._settings() | {"importance": importance, "max_length": max_length})
+        pairs = dict(budgets or {}).items()  # a list of pairs in JSON, which has no such keys
+        self.budgets = {number: (pair[0], pair[1]) for number, pair in pairs}
+        self.keep_at_least, self.prompts = keep_at_least, prompts
+        parts.check(self._settings() | {"importance": importance})
         inner, model = unwrapped(model), getattr(model, "_orig_mod", model)
         if expansion:
             self.head = SpladeHead.from_masked_lm(model, activation=activation)
@@ -201,7 +202,6 @@ class SpladeEncoder(nn.Module):
         attended_ids("input_ids", input_ids, everywhere, self.vocab_size, gathered=True)
         threshold, idf = self._threshold(side, active), self.idf_weights
         is_weighted = idf is not None if apply_idf is None else apply_idf
-        check_flag(apply_idf=is_weighted)
         if is_weighted and idf is None:
             raise ValueError("expected idf weights for `apply_idf=True`, got None")
         options: dict[str, Any] = {} if layout == torch.strided else {"layout": layout}
@@ -315,8 +315,6 @@ class SpladeEncoder(nn.Module):
             TypeError: for anything but a sequence of strings.
             ValueError: if a text's activations are not finite.
         """
-        check_choice("side", side, SIDES)
-        self._threshold(side, active)
         check_choice("output", output, ("csr", "dense", "tokens"))
         encoding.check_pruning(prune_ratio, max_active_dims)
         prune_ratio = self.prune_ratio if prune_ratio is None else prune_ratio

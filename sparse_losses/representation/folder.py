@@ -302,6 +302,7 @@ def write_folder(
             less = f"does not apply {', '.join(cuts)}, and keeps {kept}"
             warnings.warn(f"sentence-transformers {less} of {target}", stacklevel=3)
     save_file(tensors, target / TENSORS)
+    settings["budgets"] = list(settings["budgets"].items())
     _write_json(target / SETTINGS, {"format": FORMAT, **settings})
 
 

@@ -1,6 +1,5 @@
 """The settings of a ``SpladeEncoder``, as saved, and the parts that it is built of."""
 
-import json
 from typing import Any, get_args
 
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor, nn
 from sparse_losses._core.activation import Activation
 from sparse_losses._core.checks import (
     check_choice,
-    check_flag,
     check_integer,
     check_number,
     check_shapes,
@@ -22,18 +20,10 @@ from sparse_losses.representation.gate import ContextGate
 SIDES = ("document", "query")
 # Arguments of the constructor that are kept as attributes, shown and saved, with their defaults.
 SETTINGS: dict[str, Any] = {
-    "expansion": True,
-    "pool_special_tokens": True,
-    "activation": "relu",
-    "softcap": None,
-    "logit_scale": None,
-    "bidirectional": True,
-    "prune_ratio": None,
-    "max_active_dims": None,
-    "document_threshold": None,
-    "query_threshold": None,
-    "keep_at_least": 1,
-    "budgets": {},
+    **{"expansion": True, "pool_special_tokens": True, "activation": "relu"},
+    **{"softcap": None, "logit_scale": None, "bidirectional": True},
+    **{"prune_ratio": None, "max_active_dims": None},
+    **{"document_threshold": None, "query_threshold": None, "keep_at_least": 1, "budgets": {}},
     "prompts": None,
 }
 
@@ -42,8 +32,6 @@ def check(settings: dict[str, Any]) -> None:
     """Raise unless these settings, or their defaults, go together."""
     settings = {"importance": "mlp", "max_length": None, **SETTINGS, **settings}
     expansion = settings["expansion"]
-    flags = ("expansion", "pool_special_tokens", "bidirectional")
-    check_flag(**{name: settings[name] for name in flags})
     activations = get_args(Activation) + (() if expansion else ("identity",))
     check_choice("activation", settings["activation"], activations)
     check_choice("importance", settings["importance"], ("mlp",) if expansion else ("mlp", "linear"))
@@ -51,21 +39,13 @@ def check(settings: dict[str, Any]) -> None:
     if not expansion and any(x is not None for x in numbers.values()):
         raise ValueError("expected no `softcap` and `logit_scale` with expansion=False")
     thresholds = {f"{side}_threshold": settings[f"{side}_threshold"] for side in SIDES}
-    for number, pair in settings["budgets"].items():
+    for number, pair in dict(settings["budgets"]).items():
         thresholds |= {f"budgets[{number}][{i}]": x for i, x in enumerate(pair)}
     for name, x in {**numbers, **thresholds}.items():
         if x is not None:
             check_number(name, x, minimum=0.0, exclusive=name in numbers)
     check_integer("keep_at_least", settings["keep_at_least"], minimum=0)
     check_pruning(settings["prune_ratio"], settings["max_active_dims"])
-    if settings["max_length"] is not None:
-        check_integer("max_length", settings["max_length"], minimum=1)
-
-
-def budgets(saved: dict[Any, Any]) -> dict[float, tuple[float | None, float | None]]:
-    """Return pairs of thresholds by number; JSON has the numbers as strings."""
-    numbers = {key: json.loads(key) if isinstance(key, str) else key for key in saved}
-    return {numbers[key]: (pair[0], pair[1]) for key, pair in saved.items()}
 
 
 def importance(kind: str, hidden_size: int) -> nn.Module:

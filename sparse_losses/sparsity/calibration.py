@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -18,8 +17,6 @@ from sparse_losses.representation.head import SpladeHead
 from sparse_losses.representation.parts import SIDES
 from sparse_losses.sparsity.entries import Entries, products_limit
 from sparse_losses.sparsity.models import Adapter, Budgets, Limits, adapter_of
-
-START = 256  # dimensions of a start that the warning names, or a sixteenth of a small vocabulary
 
 
 class Sparsity(NamedTuple):
@@ -174,13 +171,11 @@ def calibrate(
 
     Raises:
         TypeError: for another model, or data of another kind.
-        ValueError: for numbers that nothing can give, no texts, a missing side, and without a bias
-            to shift or a config's ``decoder_bias`` to add one.
+        ValueError: for numbers that nothing can give, no texts, a missing side or bias.
 
     Warns:
-        UserWarning: if there is less than asked, or ``keep_at_least`` leaves more; if more than
-            half of the vocabulary is active; if a ``SparseEncoder`` is pruned, which saves no
-            thresholds.
+        UserWarning: if there is less than asked, or ``keep_at_least`` leaves more; if a
+            ``SparseEncoder`` is pruned, which saves no thresholds.
 
     Examples:
         >>> import torch
@@ -213,13 +208,6 @@ def calibrate(
             side.join()
             sides.append(side)
     before = _sparsity(sides, (None, None))
-    if not is_shift and before.document_active > of.vocab_size / 2:
-        start = min(START, of.vocab_size // 16)
-        warnings.warn(
-            f"documents have {before.document_active:,.0f} of {of.vocab_size:,} dimensions: before "
-            f'training, calibrate(model, texts, {start}, method="shift") makes a sparse start',
-            stacklevel=2,
-        )
     one = None if target_products is None else products_limit(sides, target_products)
     limits: Limits
     thresholds: Limits
@@ -299,10 +287,9 @@ def _targets(
             if value is not None:
                 _check_number(name, value, of.vocab_size, keep)
                 values[i] = int(value) if value == int(value) else float(value)  # not NumPy's
-    is_given = [x is not None for x in (*numbers, *others)]
-    if any(is_given) == (products is not None):
-        got = "both" if any(is_given) else "neither"
-        raise ValueError(f"expected active dimensions or `target_products`, got {got}")
+    given = [x for x in (*numbers, *others, products) if x is not None]
+    if not given or (products is not None and len(given) > 1):
+        raise ValueError(f"expected active dimensions or `target_products`, got {given}")
     if products is not None:
         check_number("target_products", products, minimum=0.0, exclusive=True)
     return list(zip(numbers, others, strict=True))

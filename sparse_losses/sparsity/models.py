@@ -4,6 +4,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -74,11 +75,10 @@ def _of_encoder(encoder: SpladeEncoder, signed: bool, stack: contextlib.ExitStac
         encoder.keep_at_least, encoder.budgets = keep_at_least, budgets
 
     def bias() -> Any:
-        if not encoder.expansion:
-            *_, last = encoder.importance.modules()  # it may be this one layer
-            return last.bias
-        encoder.head.bias = _bias_of(encoder.model)
-        return encoder.head.bias
+        if encoder.expansion:
+            return _bias_of(encoder.model)
+        *_, last = encoder.importance.modules()  # it may be this one layer
+        return last.bias
 
     activation, size = str(encoder.activation), encoder.vocab_size
     return Adapter(SpladeEncoder, activation, size, thresholds, read, prune, bias)
@@ -156,9 +156,6 @@ def _of_sparse_encoder(model: Any, signed: bool, stack: contextlib.ExitStack) ->
         for module in heads or poolings:
             hook = look_at_head if heads else look_at_pooling
             stack.callback(module.register_forward_hook(hook).remove)
-        found = None if heads else SpladeHead.from_masked_lm(language_model)
-        if found and (found.softcap is not None or found.logit_scale != 1.0):
-            raise ValueError("expected use_splade_head(model) first: its logits are not a product")
 
     def read(texts: Any, side: str) -> Tensor:
         options = {"show_progress_bar": False, "convert_to_sparse_tensor": False}
@@ -176,13 +173,8 @@ def _of_sparse_encoder(model: Any, signed: bool, stack: contextlib.ExitStack) ->
                 stacklevel=3,
             )
 
-    def bias() -> Tensor:
-        bias = _bias_of(language_model)
-        for head in heads:
-            head.bias = bias
-        return bias
-
     size = len(projection_of(language_model).weight)
+    bias = partial(_bias_of, language_model)
     return Adapter(type(model), activation, size, thresholds, read, prune, bias)
 
 
@@ -201,16 +193,9 @@ def _document_modules(model: Any) -> tuple[Any, Any]:
 
 
 def _bias_of(model: Any) -> Tensor:
-    """Return the bias of the projection; if there is none, add it to the model and its config."""
-    model = unwrapped(model)
-    projection = projection_of(model)
-    if projection.bias is None:
-        if not hasattr(model.config, "decoder_bias"):
-            raise ValueError(
-                "expected a model whose output embeddings have a bias, or whose config has a "
-                f"`decoder_bias` to add one, got {type(model).__name__}"
-            )
-        projection.bias = nn.Parameter(projection.weight.new_zeros(len(projection.weight)))
-        model.config.decoder_bias = True
-    bias: Tensor = projection.bias
+    """Return the bias of the vocabulary projection."""
+    bias: Tensor | None = projection_of(model).bias
+    if bias is None:
+        kind = type(unwrapped(model)).__name__
+        raise ValueError(f"expected output embeddings with a bias to shift, got none in {kind}")
     return bias

@@ -144,7 +144,7 @@ def test_token_weights_equal_the_formula(variant):
             own[..., encoder.tokenizer.all_special_ids] = 0.0
             scores = own * encoder.importance(hidden)
         expected = (factor * (scores * gate[:, None]).relu().log1p()).amax(2)
-    outputs = encoder.train().token_weights(texts, batch_size=2)
+    outputs = encoder.train().token_weights(texts)
     assert encoder.training
     for i, weights in enumerate(outputs):
         count = int(mask[i].sum())
@@ -227,8 +227,6 @@ def test_wrong_inputs_are_named():
         (encoder.encode, ["a"], {"output": "json"}, ValueError, "`output` .* 'csr', 'dense'"),
         (encoder.encode, ["a"], {"batch_size": 0}, ValueError, "`batch_size`"),
         (encoder.encode, ["a"], {"side": "both"}, ValueError, "`side`"),
-        (encoder, ids, {"side": "both"}, ValueError, "`side`"),
-        (encoder, ids, {"apply_idf": 1}, TypeError, "`apply_idf`"),
     ]:
         with pytest.raises(error, match=match):
             call(inputs, **options)
@@ -249,7 +247,6 @@ def test_wrong_parts_and_settings_are_named():
         ({"gate": ContextGate(16, size + 1)}, ValueError, rf"\(16, {size}\), got \(16, "),
         ({"idf_weights": torch.ones(3)}, ValueError, f"V = {size} finite numbers"),
         ({"idf_weights": -torch.ones(size)}, ValueError, "finite numbers >= 0"),
-        ({"expansion": 1}, TypeError, "expected `expansion` to be True or False"),
         ({"max_length": 2}, ValueError, "`max_length` to be an integer >= 3, got 2"),
         ({"max_length": 41}, ValueError, "<= 40, the model's positions, got 41"),
         ({"activation": "identity"}, ValueError, "expected `activation` to be one of"),

@@ -232,7 +232,6 @@ def test_learned_parameters_of_a_dict_of_losses_are_resumed(sparse, tmp_path):
     assert_same_weights(same, model, rtol=0, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:documents have:UserWarning")  # the model is tiny
 @pytest.mark.filterwarnings("ignore:a SparseEncoder has no place:UserWarning")
 def test_a_sparse_encoder_is_calibrated_at_the_end(sparse, tmp_path, capsys):
     model, documents = sparse(), CORPUS * 2
