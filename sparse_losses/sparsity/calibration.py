@@ -12,7 +12,7 @@ from sparse_losses._core.activation import Activation, logits_at, weight_at
 from sparse_losses._core.checks import check_choice, check_integer, check_number, check_rows
 from sparse_losses.representation._language_model import evaluating
 from sparse_losses.representation.encoder import SpladeEncoder
-from sparse_losses.representation.encoding import batches
+from sparse_losses.representation.encoding import batches, check_texts
 from sparse_losses.representation.head import SpladeHead
 from sparse_losses.representation.parts import SIDES
 from sparse_losses.sparsity.entries import Entries, products_limit
@@ -153,7 +153,7 @@ def calibrate(
             transformer and ``SpladePooling``, or of a ``Router`` with these for documents.
         documents: texts like those to be encoded, which were not trained on; for a ``SpladeHead``
             batches ``(hidden, attention_mask)`` of ``[B, S, H]`` and ``[B, S]``. It reads them in
-            evaluation mode. Of more than sixteen million entries a sample of the texts counts.
+            evaluation mode. Of many millions of entries a sample of the texts counts.
         target_active: active dimensions of a document, in (0, V]. A ``SpladeEncoder`` takes several
             numbers: ``encode(texts, active=64)`` uses one of them, and else the largest.
         queries: the same as ``documents``, of the other side.
@@ -199,14 +199,15 @@ def calibrate(
         if queries is None and (query_target is not None or target_products is not None):
             raise ValueError("expected `queries` for `query_target` or `target_products`, got None")
         stack.enter_context(evaluating(model))
-        for name, data in zip(SIDES, (documents, queries), strict=True):
-            if data is None:
-                continue
-            side = Entries(name, lowest, kept)
+        for i, data in enumerate((documents, queries)[: 1 if queries is None else 2]):
+            wanted = math.inf
+            if of.kind is not SpladeHead:
+                check_texts(data)
+                wanted = max(pair[i] or math.inf for pair in targets) * len(data)
+            sides.append(side := Entries(SIDES[i], lowest, kept, wanted))
             for batch in _batches(of, data, batch_size, show_progress):
-                side.add(of.read(batch, name))
+                side.add(of.read(batch, SIDES[i]))
             side.join()
-            sides.append(side)
     before = _sparsity(sides, (None, None))
     one = None if target_products is None else products_limit(sides, target_products)
     limits: Limits

@@ -15,9 +15,9 @@ LIMIT = 1 << 24  # entries that are held, 12 bytes each
 
 
 class Entries:
-    """What the texts of one side have, and the entries above ``lowest`` of a sample of them.
+    """What the texts of one side have, and their largest entries, as many as are held.
 
-    The sample is all texts, unless these have more than ``LIMIT`` entries.
+    If more are ``wanted`` than a quarter of ``LIMIT``, those of a sample of the texts are held.
     """
 
     active: Tensor  # texts that have each dimension
@@ -25,8 +25,9 @@ class Entries:
     columns: Tensor
     values: Tensor
 
-    def __init__(self, name: str, lowest: float, keep: int) -> None:
-        self.name, self.lowest, self.keep = name, lowest, keep
+    def __init__(self, name: str, lowest: float, keep: int, wanted: float = math.inf) -> None:
+        self.name, self.lowest, self.keep, self.wanted = name, lowest, keep, wanted
+        self.floor = lowest  # only entries above it are held
         self.texts, self.batches, self.stride = 0, 0, 1  # of every `stride` batches one is held
         self.maxima: list[Tensor] = []
         self.parts: list[tuple[int, Tensor, Tensor]] = []  # texts, dimensions, values
@@ -44,11 +45,17 @@ class Entries:
             return
         if self.keep:  # no limit is above these
             x = torch.where(largest_entries(x, self.keep) & (x > 0), math.inf, x)
-        row, column = (x > self.lowest).nonzero(as_tuple=True)
+        row, column = (x > self.floor).nonzero(as_tuple=True)
         self.parts.append((len(x), column.int().cpu(), x[row, column].double().cpu()))
-        if sum(len(values) for _, _, values in self.parts) > LIMIT:
-            # Half of the texts, which come sorted by length.
+        if sum(len(values) for _, _, values in self.parts) <= LIMIT:
+            return
+        if 4 * self.wanted > LIMIT:  # half of the texts, which come sorted by length
             self.parts, self.stride = self.parts[::2], 2 * self.stride
+            return
+        self.join()
+        self.values, order = self.values.topk(LIMIT // 2)
+        self.floor = self.values[-1].item()
+        self.parts = [(self.held, self.columns[order], self.values)]
 
     def join(self) -> None:
         """Join the parts."""

@@ -82,12 +82,6 @@ def test_encode_keeps_the_order_of_the_texts(batch_size, variant):
     assert (sparse.values() > 0).all()
 
 
-def test_the_mask_is_optional():
-    encoder = make()
-    ids = encoder.tokenize(TEXTS[:1])["input_ids"]
-    torch.testing.assert_close(encoder(ids), encoder(ids, torch.ones_like(ids)))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.strided, torch.sparse_csr, torch.sparse_coo])
 def test_tokens_have_weights_and_the_largest_comes_first(layout, dtype):

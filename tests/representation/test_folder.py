@@ -201,13 +201,6 @@ def test_what_cannot_be_done_is_refused_by_name(file, said, message, written):
         SpladeEncoder.from_pretrained(written(file, said))
 
 
-def test_the_limit_is_the_smallest_of_file_model_and_tokenizer(written):
-    for said in (30, 300):
-        folder = written(BERT, {"max_seq_length": said})
-        assert SpladeEncoder.from_pretrained(folder).max_length == min(said, 40)
-        assert SpladeEncoder.from_pretrained(folder, max_length=9).max_length == 9
-
-
 def test_what_is_done_elsewhere_alone_is_a_warning(written):
     said = {"prompts": {"p": "ask: "}, "default_prompt_name": "p"}
     with pytest.warns(UserWarning, match="default prompt p, for texts without a side"):

@@ -78,14 +78,6 @@ def test_compiled_model_is_the_model_inside():
     assert torch.equal(encoder.encode(["a"], output="dense"), expected)
 
 
-def test_transform_is_applied_first():
-    layer, hidden = nn.Linear(4, 4), torch.randn(2, 3, 4)
-    weight = torch.randn(7, 4)
-    head = SpladeHead(weight, transform=layer)
-    torch.testing.assert_close(head(hidden), SpladeHead(weight)(layer(hidden)))
-    assert set(dict(head.named_parameters())) == {"transform.weight", "transform.bias"}
-
-
 class Packed(nn.Linear):
     """Two weights of four bits in a byte, as bitsandbytes stores them."""
 
