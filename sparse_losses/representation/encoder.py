@@ -58,7 +58,8 @@ class SpladeEncoder(nn.Module):
         softcap: The soft cap of the logits. ``None``: that of the model.
         logit_scale: A factor > 0 on the logits, such as $H^{-1/4}$ for decoders.
         bidirectional: Whether each position of a causal language model attends to later ones.
-        prune_ratio: The default of ``encode``, like ``max_active_dims``.
+        prune_ratio: The default ``prune_ratio`` of ``encode``.
+        max_active_dims: The default ``max_active_dims`` of ``encode``.
         document_threshold: A dimension of a document is 0 unless its pooled logit is above it.
             ``calibrate`` sets this and the next three.
         query_threshold: The same for queries.
@@ -67,7 +68,7 @@ class SpladeEncoder(nn.Module):
         prompts: What ``encode`` puts before texts: a dict with ``"document"`` and ``"query"``.
 
     Raises:
-        TypeError: for another kind of model, gate or flag.
+        TypeError: for another kind of model or gate.
         ValueError: for a gate, idf weights, a maximum or a tokenizer that do not fit the model.
 
     Examples:
