@@ -1,8 +1,8 @@
 """What is read from a language model: its vocabulary projection, its attention, its limit."""
 
+import contextlib
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -76,9 +76,7 @@ def head_of(model: Any) -> Projection:
     reads eight tokens while hooks record the layers after its encoder. They are followed from the
     input of the projection back to the hidden states, and compute again what the model computed.
     Known numbers take the place of the projection's output: the logits show what follows it.
-
-    Raises:
-        TypeError: if the logits are computed in another way, which the message names.
+    A ``TypeError`` names what is computed in another way.
     """
     model = unwrapped(model)
     base = getattr(model, "base_model", None)
@@ -88,9 +86,8 @@ def head_of(model: Any) -> Projection:
             "expected `model` to be a masked or causal language model of transformers, such as "
             f"AutoModelForMaskedLM loads, got {type(model).__name__}"
         )
-    weight, kind = getattr(linear, "weight", None), type(linear).__name__
-    is_tied = isinstance(linear, TiedProjection)
-    embeddings = model.get_input_embeddings()
+    is_tied, embeddings = isinstance(linear, TiedProjection), model.get_input_embeddings()
+    weight: Any = getattr(linear, "weight", None)
     if hasattr(linear, "base_layer") or (
         hasattr(embeddings, "base_layer") and embeddings.weight is weight
     ):
@@ -99,32 +96,30 @@ def head_of(model: Any) -> Projection:
         raise _unknown(model, f"it has {why}, which merging them would change too", instead)
     if base is model:
         raise _unknown(model, "its `base_model` is the model itself")
-    if not is_tied and not isinstance(linear, nn.Linear):
-        raise _unknown(model, f"its output embeddings are a {kind}")
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.ndim != 2:
-        raise _unknown(model, f"its output embeddings are quantised, a {kind}")
+    is_matrix = isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2
+    if not is_matrix or not (is_tied or isinstance(linear, nn.Linear)):
+        raise _unknown(model, f"its output embeddings are no matrix but a {type(linear).__name__}")
     layer = linear.layer if is_tied else linear
-    try:
-        with evaluating(model):
+    with evaluating(model):
+        try:
             hidden, calls, logits = _recorded(model, weight, None if is_tied else layer)
-    except Exception as error:
-        raise _unknown(model, f"it does not read eight tokens ({error})") from error
-    at = next((i for i, call in enumerate(calls) if call[0] is layer), None)
-    if at is None:
-        raise _unknown(model, "its output embeddings are not a layer after its hidden states")
-    _, source, output = calls[at]
-    layers = _chain(calls, hidden, calls[at - 1][2] if is_tied else source)
-    scale, softcap = (1.0, None) if is_tied else _after_projection(logits)
-    if layers is None and source.shape == hidden.shape and linear.bias is None:
-        factor = (source / hidden).nanmedian().item()  # MiniCPM divides by a constant here
-        layers, hidden, scale = [], hidden * factor, scale and float(f"{scale * factor:.6g}")
-    transform = nn.Sequential(*layers) if layers else None
-    try:
-        with torch.no_grad(), evaluating(model):
+        except Exception as error:
+            raise _unknown(model, f"it does not read eight tokens ({error})") from error
+        at = next((i for i, call in enumerate(calls) if call[0] is layer), None)
+        if at is None:
+            raise _unknown(model, "its output embeddings are not a layer after its hidden states")
+        _, source, output = calls[at]
+        layers = _chain(calls, hidden, calls[at - 1][2] if is_tied else source)
+        scale, softcap = (1.0, None) if is_tied else _after_projection(logits)
+        if layers is None and source.shape == hidden.shape and linear.bias is None:
+            factor = (source / hidden).nanmedian().item()  # MiniCPM divides by a constant here
+            layers, hidden, scale = [], hidden * factor, scale and float(f"{scale * factor:.6g}")
+        transform = nn.Sequential(*layers) if layers else None
+        try:
             states = hidden if transform is None else transform(hidden)
             is_known = _same(nnf.linear(states, weight, linear.bias), output)
-    except (RuntimeError, TypeError):  # its layers take more than hidden states
-        is_known = False
+        except (RuntimeError, TypeError):  # its layers take more than hidden states
+            is_known = False
     if layers is None or not is_known:
         raise _unknown(model, "its output embeddings give no product with its hidden states")
     follows = not torch.equal(output, logits) if is_tied else logits.requires_grad
@@ -150,13 +145,11 @@ def _recorded(model: Any, weight: Tensor, probed: Any) -> tuple[Tensor, list[Any
         return probe.expand(output.shape).clone() if module is probed else None
 
     inside = {model, *base.modules()}
-    outside = [module for module in model.modules() if module not in inside]
-    hooks = [module.register_forward_hook(record, with_kwargs=True) for module in outside]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            if module not in inside:
+                hooks.callback(module.register_forward_hook(record, with_kwargs=True).remove)
         return base(**inputs)[0], calls, model(**inputs, return_dict=True).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _chain(calls: list[Any], start: Tensor, end: Tensor) -> list[nn.Module] | None:
@@ -219,26 +212,28 @@ def _unknown(model: object, why: str, instead: str = "") -> TypeError:
 def set_attention(model: Any, *, bidirectional: bool) -> None:
     """Make a causal model attend both ways, or again one way; a masked one is left as it is.
 
-    Raises:
-        ValueError: if a model stays causal.
+    A ``ValueError`` tells that a model stays causal.
     """
     config = model.config.get_text_config()
     before = getattr(config, "is_causal", True)
-    if not bidirectional and before is False:
-        config.is_causal = True
-    elif bidirectional and _is_causal(model):
-        config.is_causal = False
-        try:
-            why = "that stays causal" if _is_causal(model) else ""
-        except Exception as error:
-            why = f"that fails ({error})"
-        if why:
-            config.is_causal = before
-            raise ValueError(
-                f"expected a {type(model).__name__} that attends both ways with "
-                f"`config.is_causal = False`, got one {why}, as this architecture or an older "
-                "transformers does: upgrade transformers, or pass bidirectional=False"
-            )
+    if not bidirectional:
+        if before is False:
+            config.is_causal = True
+        return
+    if not _is_causal(model):
+        return
+    config.is_causal = False
+    try:
+        why = "that stays causal" if _is_causal(model) else ""
+    except Exception as error:
+        why = f"that fails ({error})"
+    if why:
+        config.is_causal = before
+        raise ValueError(
+            f"expected a {type(model).__name__} that attends both ways with `config.is_causal = "
+            f"False`, got one {why}, as older ones do: upgrade transformers, or pass "
+            "bidirectional=False"
+        )
 
 
 def _is_causal(model: Any) -> bool:
@@ -268,7 +263,7 @@ def position_limits(model: Any) -> list[int]:
     return [limit for limit in limits if limit > 0]
 
 
-@contextmanager
+@contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode within the block, then restore the mode of every module."""
     modes = [(module, module.training) for module in model.modules()]

@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.activation import pruned_weights, weights_of
-from sparse_losses._core.checks import check_choice, check_flag, check_integer, check_shapes
+from sparse_losses._core.checks import check_choice, check_integer, check_shapes
 from sparse_losses._core.implementations import is_exported
 from sparse_losses._core.token_ids import as_mask, attended_ids
 from sparse_losses.representation import encoding, parts
@@ -48,13 +48,13 @@ class SpladeEncoder(nn.Module):
         expansion: Whether a text may have weight at tokens that are not in it.
         gate: A ``ContextGate``, or ``True`` for a new one.
         idf_weights: ``[V]``, finite and >= 0; factors on the activations.
-        max_length: The largest number of tokens read from a text, special tokens included.
-            ``None``: the limit of the tokenizer or the model.
-        importance: With ``expansion=False`` the network: ``"mlp"``, two layers, or ``"linear"``,
-            one layer as in BGE-M3.
+        max_length: The largest number of tokens of a text, with special ones. ``None``: the limit
+            of tokenizer and model.
+        importance: The network of ``expansion=False``: ``"mlp"``, two layers, or ``"linear"``, one
+            as in BGE-M3.
         pool_special_tokens: Whether special tokens of the tokenizer give weights to other tokens.
-        activation: ``"relu"`` or ``"log1p_relu"``, as in ``splade_head``; with
-            ``expansion=False`` also ``"identity"``: the ReLU alone, as in BGE-M3.
+        activation: As in ``splade_head``; with ``expansion=False`` also ``"identity"``: the ReLU
+            alone, as in BGE-M3.
         softcap: The soft cap of the logits. ``None``: that of the model.
         logit_scale: A factor > 0 on the logits, such as $H^{-1/4}$ for decoders. ``None``: 1. Where
             a normalisation comes before the projection, as in masked models, it is multiplied into
@@ -70,7 +70,7 @@ class SpladeEncoder(nn.Module):
         prompts: What ``encode`` puts before texts: a dict with ``"document"`` and ``"query"``.
 
     Raises:
-        TypeError: for another kind of model, gate or flag.
+        TypeError: for another kind of model or gate.
         ValueError: for a gate, idf weights, a maximum or a tokenizer that do not fit the model.
 
     Examples:
@@ -128,9 +128,10 @@ class SpladeEncoder(nn.Module):
         self.softcap, self.logit_scale = softcap, logit_scale
         self.prune_ratio, self.max_active_dims = prune_ratio, max_active_dims
         self.document_threshold, self.query_threshold = document_threshold, query_threshold
-        self.keep_at_least, self.budgets = keep_at_least, parts.budgets(budgets or {})
-        self.prompts = prompts
-        parts.check(self._settings() | {"importance": importance, "max_length": max_length})
+        pairs = dict(budgets or {}).items()  # a list of pairs in JSON, which has no such keys
+        self.budgets = {number: (pair[0], pair[1]) for number, pair in pairs}
+        self.keep_at_least, self.prompts = keep_at_least, prompts
+        parts.check(self._settings() | {"importance": importance})
         inner, model = unwrapped(model), getattr(model, "_orig_mod", model)
         if expansion:
             self.head = SpladeHead.from_masked_lm(model, activation=activation)
@@ -141,17 +142,15 @@ class SpladeEncoder(nn.Module):
                 self.logit_scale = logit_scale = None
             self.head.logit_scale *= logit_scale or 1.0
         elif not isinstance(getattr(inner, "base_model", None), nn.Module) or inner is not model:
-            raise TypeError(
-                "expected `model` to be a model of transformers without adapters, got "
-                f"{type(model).__name__}: model.merge_and_unload() merges adapters"
-            )
+            what = "expected `model` to be a model of transformers without adapters"
+            kind = type(model).__name__
+            raise TypeError(f"{what}, got {kind}: model.merge_and_unload() merges adapters")
         self.model, self.tokenizer = model if expansion else model.base_model, tokenizer
         set_attention(inner, bidirectional=bidirectional)
         self._inputs = without_cache(inner.base_model)
-        config = inner.config.get_text_config()
+        config, like = inner.config.get_text_config(), next(model.parameters())
         self.vocab_size = int(config.vocab_size)
         parts.check_tokenizer(tokenizer, self.vocab_size)
-        like = next(model.parameters())
         with like.device:
             if not expansion:
                 self.importance = parts.importance(importance, config.hidden_size).to(like)
@@ -188,10 +187,10 @@ class SpladeEncoder(nn.Module):
         """Return activations ``[B, V]``, fp32 (fp64 for a model in fp64).
 
         Args:
-            input_ids: ``[B, S]`` integers.
+            input_ids: ``[B, S]`` integers; ``tokenize`` gives them.
             attention_mask: ``[B, S]`` 0/1; without it all positions are attended.
             pool_mask: ``[B, S]`` 0/1: the attended positions that may give weights, such as those
-                after a prompt. ``pool_special_tokens=False`` leaves out special tokens also.
+                after a prompt.
             return_logits: Also return the signed pooled logits ``[B, V]`` after the gate and before
                 threshold and idf weights; without expansion they are 0 at other tokens.
             apply_idf: Whether to multiply with the idf weights; ``None``: if there are any.
@@ -202,7 +201,6 @@ class SpladeEncoder(nn.Module):
             **inputs: Other inputs of the model, such as ``token_type_ids``.
 
         Raises:
-            TypeError: for texts (``tokenize`` gives their ids) or floating-point numbers.
             ValueError: for ids outside [0, V), and options that do not go together.
             RuntimeError: if the model's output embeddings were replaced.
         """
@@ -211,7 +209,6 @@ class SpladeEncoder(nn.Module):
         attended_ids("input_ids", input_ids, everywhere, self.vocab_size, gathered=True)
         threshold, idf = self._threshold(side, active), self.idf_weights
         is_weighted = idf is not None if apply_idf is None else apply_idf
-        check_flag(apply_idf=is_weighted)
         if is_weighted and idf is None:
             raise ValueError("expected idf weights for `apply_idf=True`, got None")
         options: dict[str, Any] = {} if layout == torch.strided else {"layout": layout}
@@ -232,8 +229,8 @@ class SpladeEncoder(nn.Module):
             logits = logits if gate is None else logits * gate
             activations = weights_of(logits, self.activation)
         if threshold is not None:
-            options = {"activation": self.activation, "counted": None if idf is None else idf > 0}
-            activations = pruned_weights(activations, threshold, self.keep_at_least, **options)
+            how: Any = {"activation": self.activation, "counted": None if idf is None else idf > 0}
+            activations = pruned_weights(activations, threshold, self.keep_at_least, **how)
         if is_weighted:
             activations = activations * idf
         return (activations, logits) if return_logits else activations
@@ -271,8 +268,8 @@ class SpladeEncoder(nn.Module):
                     "expected the output embeddings that the encoder was created with, got others: "
                     "create it after resize_token_embeddings and after adding adapters to them"
                 )
-        inputs = {**self._inputs, **inputs}
-        hidden: Tensor = model(input_ids=input_ids, attention_mask=attention_mask, **inputs)[0]
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
+        hidden: Tensor = model(**self._inputs | inputs)[0]
         return hidden
 
     def tokenize(
@@ -318,16 +315,13 @@ class SpladeEncoder(nn.Module):
             active: One of the numbers in ``budgets``, whose threshold is used.
             prune_ratio: The share of a text's largest weight, in [0, 1), below which weights are
                 dropped. ``None``: the encoder's.
-            max_active_dims: The largest number of weights to keep per text. ``None``: the
-                encoder's.
+            max_active_dims: How many weights a text keeps at most. ``None``: the encoder's.
             show_progress: Whether to show a progress bar; ``None``: in a terminal.
 
         Raises:
             TypeError: for anything but a sequence of strings.
             ValueError: if a text's activations are not finite.
         """
-        check_choice("side", side, SIDES)
-        self._threshold(side, active)
         check_choice("output", output, ("csr", "dense", "tokens"))
         encoding.check_pruning(prune_ratio, max_active_dims)
         prune_ratio = self.prune_ratio if prune_ratio is None else prune_ratio
@@ -362,41 +356,46 @@ class SpladeEncoder(nn.Module):
             **options: Options of ``encode``, for texts only.
         """
         check_integer("k", k, minimum=1)
-        if isinstance(texts_or_vectors, Tensor):
-            if options:
-                raise TypeError(f"expected no options with vectors, got {', '.join(options)}")
-            return encoding.top_of_vectors(texts_or_vectors, k, self.tokenizer, self.vocab_size)
-        options |= {"output": "tokens", "max_active_dims": k}
-        top: list[dict[str, float]] = self.encode(texts_or_vectors, **options)
-        return top
+        if not isinstance(vectors := texts_or_vectors, Tensor):
+            options |= {"output": "tokens", "max_active_dims": k}
+            return cast(list[dict[str, float]], self.encode(vectors, **options))
+        if options:
+            raise TypeError(f"expected no options with vectors, got {', '.join(options)}")
+        if not vectors.is_floating_point() or vectors.shape[1:] != (self.vocab_size,):
+            expected, got = f"[N, V] with V = {self.vocab_size}", list(vectors.shape)
+            raise ValueError(f"expected floating {expected}, got {got} of {vectors.dtype}")
+        entries = encoding.entries_of(vectors.detach())
+        return [encoding.named(self.tokenizer, *encoding.pruned(*x, None, k)) for x in entries]
 
-    def token_weights(
-        self, texts: Sequence[str], *, batch_size: int = 32
-    ) -> list[list[tuple[str, float]]]:
+    def token_weights(self, texts: Sequence[str]) -> list[list[tuple[str, float]]]:
         r"""Return the activation of the strongest token at each position of a text.
 
         $$w_s = \max_j u_j \log\bigl(1 + \mathrm{ReLU}(g_j \, \ell_{sj})\bigr)$$
 
         With ``expansion=False`` a position activates its own token only, and special tokens have a
-        weight of 0. Arguments and errors are those of ``encode``.
+        weight of 0.
 
         Returns:
             For each text its tokens in order, with special tokens, each with its weight >= 0.
         """
-        result: dict[int, list[tuple[str, float]]] = {}
+        encoding.check_texts(texts)
         with torch.no_grad(), evaluating(self):
-            for numbers in encoding.batches(texts, batch_size):
-                batch = self.tokenize([texts[i] for i in numbers])
-                weights, attended = (
-                    parts.position_weights(self, **batch),
-                    batch["attention_mask"].bool(),
-                )
-                encoding.check_finite(weights, numbers)
-                for row, i in enumerate(numbers):
-                    ids, kept = batch["input_ids"][row, attended[row]], weights[row, attended[row]]
-                    names = encoding.spelled(self.tokenizer, ids.tolist())
-                    result[i] = list(zip(names, kept.tolist(), strict=True))
-        return [result[i] for i in range(len(texts))]
+            return [self._token_weights(**self.tokenize([text])) for text in texts]
+
+    def _token_weights(self, input_ids: Tensor, attention_mask: Tensor) -> list[tuple[str, float]]:
+        hidden, ids = self._hidden(input_ids, attention_mask), input_ids[0]
+        gate = None if self.gate is None else self.gate(hidden, attention_mask)
+        idf = 1.0 if self.idf_weights is None else self.idf_weights
+        if self.expansion:  # each position is a text of one token
+            gate = None if gate is None else gate.expand(len(ids), -1)
+            weights = (self.head(hidden[0][:, None], gate=gate) * idf).amax(1)
+        else:
+            logits = parts.position_logits(self.importance, hidden)[0, :, None]
+            logits = logits.expand(-1, self.vocab_size) if gate is None else logits * gate
+            weights = (weights_of(logits, self.activation) * idf).gather(1, ids[:, None])[:, 0]
+        weights = weights.masked_fill(~self._pooled(input_ids, attention_mask)[0], 0.0)
+        names = encoding.spelled(self.tokenizer, ids.tolist())
+        return list(zip(names, weights.tolist(), strict=True))
 
     def calibrate(self, documents: Sequence[str], *targets: Any, **options: Any) -> "Calibration":
         """Do what ``sparse_losses.calibrate`` does with this encoder; see there."""
@@ -424,8 +423,8 @@ class SpladeEncoder(nn.Module):
             name_or_path: A folder, or a name on the Hugging Face Hub.
             gate: ``True``: the saved one, or else a new one; ``False``: none; ``None``: as saved.
             idf_weights: ``False``: none; ``None``: as saved.
-            **options: Other arguments of the class, ``None`` or left out: as saved; and options of
-                the loaders of ``transformers``, such as ``dtype`` and ``revision``.
+            **options: Other arguments of the class, left out: as saved; and options of the loaders
+                of ``transformers``, such as ``dtype`` and ``revision``.
 
         Raises:
             OSError: if there is no such folder, or it is incomplete or damaged.
@@ -434,38 +433,37 @@ class SpladeEncoder(nn.Module):
         Warns:
             UserWarning: if the checkpoint lacks weights: they are random then.
         """
-        own = {name: options.pop(name, None) for name in (*SETTINGS, "importance", "max_length")}
+        names = (*SETTINGS, "importance", "max_length")
+        own = {name: x for name in names if (x := options.pop(name, None)) is not None}
         folder = Folder(name_or_path, **options)
         saved, tensors = folder.read()
-        own = {name: saved.get(name) if x is None else x for name, x in own.items()}
-        settings: dict[str, Any] = {name: x for name, x in own.items() if x is not None}
+        settings = {name: x for name in names if (x := saved.get(name)) is not None} | own
         has_logits = bool(settings.get("expansion", True))
         model, tokenizer = folder.read_model(has_logits=has_logits, **options)
-        with named_damage(folder.name):
+        with named_damage(folder.name), torch.device("cpu"):
             parts.check(saved)
-            if (gate is None or gate is True) and saved.get("gate"):
-                gate = parts.saved_gate(unwrapped(model).config, saved["gate"], tensors)
-        if idf_weights is not False:
-            weights = tensors.get("idf_weights") if idf_weights is None else idf_weights
-            settings["idf_weights"] = weights
-        encoder = cls(model, tokenizer, gate=gate, **settings)
+            if gate in (None, True) and saved.get("gate"):
+                config = unwrapped(model).config.get_text_config()
+                gate = ContextGate(config.hidden_size, config.vocab_size, **saved["gate"])
+            else:
+                tensors = {key: x for key, x in tensors.items() if not key.startswith("gate.")}
+        weights = tensors.pop("idf_weights", None)
+        if idf_weights is not None:
+            weights = None if idf_weights is False else idf_weights
+        encoder = cls(model, tokenizer, gate=gate, idf_weights=weights, **settings)
         with named_damage(folder.name):
-            if not encoder.expansion:
-                part = parts.state(tensors, "importance") or folder.read_linear(encoder.importance)
-                encoder.importance.load_state_dict(part or encoder.importance.state_dict())
+            if settings.get("importance") == "linear" and "importance.weight" not in tensors:
+                tensors |= folder.read_linear()
+            encoder.load_state_dict(tensors, strict=False)
         return encoder.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write everything ``from_pretrained`` reads, as safetensors and JSON.
 
         ``transformers`` and sentence-transformers load the folder, too; the latter prunes by
-        ``max_active_dims`` alone, not by thresholds. Of a ``PeftModel`` the adapters are saved as
-        PEFT does, with the path or name of the base model. Until the last file is written the
-        folder does not load. README.md is a model card; one without its last line is yours, and
-        stays.
-
-        Args:
-            folder: Made if it does not exist; files of other names stay.
+        ``max_active_dims`` alone. Of a ``PeftModel`` the adapters are saved, with the name of the
+        base model. Until the last file is written the folder does not load. Files of other names
+        stay.
 
         Raises:
             TypeError: for parameters that are sharded over ranks.

@@ -23,25 +23,21 @@ def token_ids(tokenizer: Any, texts: Sequence[str], device: Any, **options: Any)
 def batches(
     texts: Sequence[str], batch_size: int, show_progress: bool | None = False, **bar: Any
 ) -> Iterator[list[int]]:
-    """Return the numbers of the texts of each batch; texts of similar length share a batch.
+    """Yield the numbers of the texts of each batch; texts of similar length share a batch.
 
     ``show_progress`` shows a progress bar of tqdm, ``None`` in a terminal; ``bar`` are its options.
     """
+    from tqdm.auto import tqdm
+
     check_texts(texts)
     check_integer("batch_size", batch_size, minimum=1)
     # The longest texts come first, so that an out-of-memory error occurs at once.
     order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-    parts = [order[first : first + batch_size] for first in range(0, len(texts), batch_size)]
     disable = None if show_progress is None else not show_progress
-    return _watched(parts, {"desc": "Encoding", "disable": disable, "total": len(texts), **bar})
-
-
-def _watched(parts: Sequence[list[int]], options: dict[str, Any]) -> Iterator[list[int]]:
-    from tqdm.auto import tqdm
-
-    with tqdm(unit="text", **options) as progress:
-        for numbers in parts:
-            yield numbers
+    options = {"desc": "Encoding", "unit": "text", "total": len(texts), "disable": disable, **bar}
+    with tqdm(**options) as progress:
+        for first in range(0, len(texts), batch_size):
+            yield (numbers := order[first : first + batch_size])
             progress.update(len(numbers))
 
 
@@ -76,19 +72,6 @@ def pruned(
         kept = weights.argsort(descending=True, stable=True)[:max_active_dims].sort().values
         ids, weights = ids[kept], weights[kept]
     return ids, weights
-
-
-def top_of_vectors(
-    vectors: Tensor, k: int, tokenizer: Any, vocab_size: int
-) -> list[dict[str, float]]:
-    """Return the largest weights by token of floating vectors ``[N, V]``, dense or sparse."""
-    if not vectors.is_floating_point():
-        raise TypeError(f"expected vectors to be floating point, got {vectors.dtype}")
-    if vectors.ndim != 2 or vectors.shape[1] != vocab_size:
-        expected, received = f"[N, V] with V = {vocab_size}", list(vectors.shape)
-        raise ValueError(f"expected vectors of shape {expected}, got {received}")
-    entries = entries_of(vectors.detach())
-    return [named(tokenizer, *pruned(*each, None, k)) for each in entries]
 
 
 def check_pruning(prune_ratio: float | None, max_active_dims: int | None) -> None:
@@ -127,14 +110,6 @@ def spelled(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     names = tokenizer.convert_ids_to_tokens(list(ids))
     # A model may have more rows than its tokenizer has tokens.
     return [f"[{i}]" if name is None else name for i, name in zip(ids, names, strict=True)]
-
-
-def check_finite(values: Tensor, numbers: Sequence[int]) -> None:
-    """Raise an error that names a text whose row is not finite."""
-    wrong = (~values.isfinite()).any(1).nonzero()[:, 0]
-    if len(wrong):
-        number = numbers[int(wrong[0])]
-        raise ValueError(f"expected finite activations, got others in text {number}")
 
 
 def check_texts(texts: object) -> None:

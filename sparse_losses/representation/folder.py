@@ -13,7 +13,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any, NoReturn, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparse_losses._core.activation import Activation
 from sparse_losses._core.extras import from_extra
@@ -27,9 +27,9 @@ HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder
 # Files of sentence-transformers, and its modules by names that its versions 5 and 6 both know.
 MODULES, ENCODER, ROUTER = "modules.json", "config_sentence_transformers.json", "router_config.json"
 TRANSFORMER, THEIRS = "sentence_bert_config.json", "sentence_transformers.sparse_encoder.models"
-# What its files may say of a fill-mask model and its pooling, by key; anything is applied to
-# `None`, or changes no vector. Other values and other keys are refused.
-KEYS: dict[str, tuple[Any, ...] | None] = {
+# What its files may say of a fill-mask model and its pooling, by key. Anything is applied to the
+# keys of the second table, or changes no vector. Other values and other keys are refused.
+KEYS: dict[str, tuple[Any, ...]] = {
     "transformer_task": ("fill-mask",),
     "modality_config": ({"text": {"method": "forward", "method_output_name": "logits"}},),
     "module_output_name": ("token_embeddings",),
@@ -38,16 +38,21 @@ KEYS: dict[str, tuple[Any, ...] | None] = {
     "tokenizer_name_or_path": (None,),
     "pooling_strategy": ("max",),
     "activation_function": get_args(Activation),
-    **dict.fromkeys(("max_seq_length", "do_lower_case", "query_length", "document_length")),
-    **dict.fromkeys(("model_kwargs", "config_kwargs", "processor_kwargs")),
-    **dict.fromkeys(("model_args", "config_args", "tokenizer_args")),
-    **dict.fromkeys(("unpad_inputs", "embedding_dimension", "word_embedding_dimension")),
-    "chunk_size": None,
+}
+FREE = {
+    *("max_seq_length", "query_length", "document_length", "do_lower_case"),
+    *("model_kwargs", "config_kwargs", "processor_kwargs"),
+    *("model_args", "config_args", "tokenizer_args"),
+    *("unpad_inputs", "chunk_size", "embedding_dimension", "word_embedding_dimension"),
 }
 LINEAR = "sparse_linear.pt"  # BGE-M3's layer from a hidden state to its token's weight
 ADAPTER = "adapter_config.json"  # PEFT's file
 # What transformers and PEFT write, and would read in place of other files of a new model.
 STALE = ("model.safetensors", "model.safetensors.index.json", ADAPTER, "adapter_model.safetensors")
+# The settings that sentence-transformers' modules have.
+PLAIN = {"expansion": True, "pool_special_tokens": True, "softcap": None, "logit_scale": None}
+PLAIN |= {"idf_weights": False, "gate": None}
+CUTS = "document_threshold", "query_threshold", "prune_ratio"  # which these have no place for
 OWN = "<!-- save_pretrained writes this file: remove this line to keep your changes -->"
 CARD = """---
 library_name: {library}
@@ -74,26 +79,19 @@ class UnsupportedEncoder:
         )
 
 
-class _RefusedError(ValueError):
-    """A folder that is whole, and says what is not applied."""
-
-
 @contextmanager
 def named_damage(name: str, errors: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
     """Name the folder in errors about damaged files, which come in many types."""
     try:
         yield
-    except (OSError, ImportError, _RefusedError):
+    except (OSError, ImportError):
         raise
     except errors as error:
         raise OSError(f"{name} is damaged: {error!r}") from error
 
 
 class Folder:
-    """A folder, or a repository of the Hub. Errors about missing and damaged files have its name.
-
-    Of the ``options`` of ``from_pretrained``, those count that say where files are looked for.
-    """
+    """A folder or a repository of the Hub. Errors about missing and damaged files name it."""
 
     def __init__(self, name: str | os.PathLike[str], **options: Any) -> None:
         self.name = os.fspath(name)
@@ -153,73 +151,64 @@ class Folder:
         A ``ValueError`` names what a ``SpladeEncoder`` does not compute.
         """
         modules = self.modules("document")
-        said: dict[str, Any] = {"place": next(iter(modules.values()), self)}
-        if list(modules) in ([], ["UnsupportedEncoder"]):
-            return said | {"model_kwargs": {}, "config_kwargs": {}, "processor_kwargs": {}}
-        kinds = [["MLMTransformer", "SpladePooling"], ["Transformer", "SpladePooling"]]
-        if list(modules) not in kinds:
-            got = ", ".join(modules)
+        kinds, place = list(modules), next(iter(modules.values()), self)
+        if kinds in ([], ["UnsupportedEncoder"]):
+            return {"place": place}
+        if kinds[:1] not in (["MLMTransformer"], ["Transformer"]) or kinds[1:] != ["SpladePooling"]:
+            got = ", ".join(kinds)
             raise ValueError(f"expected {self.name} to have known modules only, got {got}")
         with named_damage(self.name):
-            task = {"transformer_task": "feature-extraction"} if "Transformer" in modules else {}
-            said |= {**task, **said["place"].json(TRANSFORMER)}
-            said |= modules["SpladePooling"].json("config.json")
-            for key, value in said.items():
-                allowed = KEYS.get(key, ()) if key != "place" else None
-                if allowed is not None and value not in allowed:
-                    known = " or ".join(map(repr, allowed)) or "no such key"
-                    what = f"{self.name} to have {key} = {known}"
-                    raise _RefusedError(f"expected {what}, got {value!r}")
-            sides = {said.get("query_length"), said.get("document_length")}
-            if len(sides) > 1:
-                what = f"{self.name} to have one query_length and document_length"
-                raise _RefusedError(f"expected {what}, got {sides}")
+            said: dict[str, Any] = {}
+            if kinds[0] == "Transformer":
+                said["transformer_task"] = "feature-extraction"
+            said |= place.json(TRANSFORMER) | modules["SpladePooling"].json("config.json")
             for key in ("model", "config", "processor"):
                 old = f"{key}_args".replace("processor", "tokenizer")
                 given = said.get(old) or said.get(f"{key}_kwargs") or {}
                 # Whom to trust is the caller's to say, as there.
                 said[f"{key}_kwargs"] = {k: x for k, x in given.items() if k != "trust_remote_code"}
-            limits = (*sides, said.get("max_seq_length"))
-            limits += (said["processor_kwargs"].get("model_max_length"),)
-            said["max_length"] = min((x for x in limits if x), default=None)
-        return said
+        for key, value in said.items():
+            if key not in FREE and value not in (allowed := KEYS.get(key, ())):
+                known = " or ".join(map(repr, allowed)) or "no such key"
+                raise ValueError(f"expected {self.name} to have {key} = {known}, got {value!r}")
+        sides = {said.get("query_length"), said.get("document_length")}
+        if len(sides) > 1:
+            what = f"{self.name} to have one query_length and document_length"
+            raise ValueError(f"expected {what}, got {sides}")
+        tokenizers = said["processor_kwargs"].get("model_max_length")
+        said["max_length"] = _smallest(*sides, said.get("max_seq_length"), tokenizers)
+        return said | {"place": place}
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return settings and tensors: ours, or those that sentence-transformers' files tell."""
         said, tensors = self.said(), {}
         with named_damage(self.name):
-            encoder = self.json(ENCODER)
+            theirs = self.json(ENCODER)
             settings = {"activation": said.get("activation_function", "relu")}
-            settings["max_active_dims"] = encoder.get("max_active_dims")
-            if "UnsupportedEncoder" in self.modules("document") or any(
-                self.find(file) for file in (SETTINGS, TENSORS)
-            ):
+            settings["max_active_dims"] = theirs.get("max_active_dims")
+            is_ours = "UnsupportedEncoder" in self.modules("document")
+            if is_ours or any(self.find(file) for file in (SETTINGS, TENSORS)):
                 settings, tensors = self.json(SETTINGS, required=True), self.tensors(TENSORS)
                 if settings.pop("format") != FORMAT:
                     raise ValueError(f"expected format {FORMAT}")
-                limits = (settings["max_length"], said.get("max_length"))
-                settings["max_length"] = min((x for x in limits if x), default=None)
-            if any((encoder.get("prompts") or {}).values()):
-                settings["prompts"] = encoder["prompts"]
-            self._warn_of_differences(encoder, said["place"])
+                limits = settings["max_length"], said.get("max_length")
+                settings["max_length"] = _smallest(*limits)
+            if any((theirs.get("prompts") or {}).values()):
+                settings["prompts"] = theirs["prompts"]
+            kind, queries = next(iter(self.modules("query").items()), ("", self))
+            default = theirs.get("default_prompt_name")
+            differences = {f"has the default prompt {default}, for texts without a side": default}
+            if queries.hub != said["place"].hub and kind not in ("", "SparseStaticEmbedding"):
+                differences[f"encodes queries by another {kind}, which is not loaded"] = True
+            for text in (text for text, applies in differences.items() if applies):
+                warnings.warn(f"{self.name} {text}, in sentence-transformers", stacklevel=3)
         return settings, tensors
 
-    def _warn_of_differences(self, encoder: dict[str, Any], place: "Folder") -> None:
-        similarity, prompt = encoder.get("similarity_fn_name"), encoder.get("default_prompt_name")
-        kind, queries = next(iter(self.modules("query").items()), ("", place))
-        is_other = queries.hub != place.hub and "Static" not in kind
-        for applies, text in (
-            (similarity not in (None, "dot"), f"compares vectors by {similarity}, not by products"),
-            (prompt, f"has the default prompt {prompt}, for texts without a side"),
-            (is_other, f"encodes queries by another {kind}, which is not loaded"),
-        ):
-            if applies:
-                warnings.warn(f"{self.name} {text}, in sentence-transformers", stacklevel=4)
-
-    def read_linear(self, layer: nn.Module) -> dict[str, Tensor]:
-        """Return the state of BGE-M3's layer for a layer of its kind, empty without its file."""
-        path = self.find(LINEAR) if isinstance(layer, nn.Linear) else None
-        return {} if path is None else torch.load(path, map_location="cpu", weights_only=True)
+    def read_linear(self) -> dict[str, Tensor]:
+        """Return the state of BGE-M3's layer, empty without its file."""
+        path = self.find(LINEAR)
+        state = torch.load(path, map_location="cpu", weights_only=True) if path else {}
+        return {f"importance.{name}": x for name, x in state.items()}
 
     def read_model(self, *, has_logits: bool, **options: Any) -> tuple[Any, Any]:
         """Return the language model, with adapters as a ``PeftModel``, and its tokenizer."""
@@ -236,17 +225,16 @@ class Folder:
                 raise OSError(f"expected {ADAPTER} of {self.name} to name its base model")
         elif os.path.isdir(self.name):
             place.find("config.json", required=True)
-        options = {key: value for key, value in options.items() if key not in HUB} | where
+        options = {key: value for key, value in options.items() if key not in HUB}
         with named_damage(self.name, (SafetensorError, json.JSONDecodeError)):
-            config = AutoConfig.from_pretrained(
-                name, **{**said["config_kwargs"], **where, **remote}
-            )
-            options = {**said["model_kwargs"], **options, "config": config}
+            configured = {**said.get("config_kwargs", {}), **where, **remote}
+            config = AutoConfig.from_pretrained(name, **configured)
+            options = {**said.get("model_kwargs", {}), **options, **where, "config": config}
             load = _auto_class(config).from_pretrained
             model, report = load(name, output_loading_info=True, **options)
             if place.find("tokenizer_config.json") is not None:  # or it is the base model's
                 name, where = self.name, place.hub
-            options = {**said["processor_kwargs"], **where, **remote}
+            options = {**said.get("processor_kwargs", {}), **where, **remote}
             tokenizer = AutoTokenizer.from_pretrained(name, **options)
         if len(tokenizer) <= len(tokenizer.all_special_ids):  # so transformers does without files
             raise OSError(f"{self.name} is incomplete: its tokenizer has no vocabulary")
@@ -270,17 +258,20 @@ class Folder:
         return model, tokenizer
 
 
+def _smallest(*limits: int | None) -> int | None:
+    return min((x for x in limits if x), default=None)
+
+
 def _auto_class(config: Any) -> Any:
     """Return the loader of masked language models, of causal ones if the folder has such a one."""
     import transformers as t
 
-    kinds = (t.MODEL_FOR_MASKED_LM_MAPPING, t.MODEL_FOR_CAUSAL_LM_MAPPING)
-    masked, causal = (
-        kind[type(config)].__name__ if type(config) in kind else None for kind in kinds
-    )
-    if "AutoModelForMaskedLM" not in (getattr(config, "auto_map", None) or {}) and (
-        masked is None or (causal in (config.architectures or []) and causal != masked)
-    ):
+    kinds = t.MODEL_FOR_MASKED_LM_MAPPING, t.MODEL_FOR_CAUSAL_LM_MAPPING
+    names = [kind[type(config)].__name__ if type(config) in kind else None for kind in kinds]
+    masked, causal = names
+    has_own = "AutoModelForMaskedLM" in (getattr(config, "auto_map", None) or {})
+    is_causal = causal != masked and causal in (config.architectures or [])
+    if not has_own and (masked is None or is_causal):
         return t.AutoModelForCausalLM
     return t.AutoModelForMaskedLM
 
@@ -292,34 +283,27 @@ def write_folder(
     settings: dict[str, Any],
     tensors: dict[str, Tensor],
 ) -> None:
-    """Write a folder that ``Folder`` reads; until its last file is written it does not load.
-
-    Files of other names than those of transformers, PEFT, sentence-transformers and ours stay.
-    """
+    """Write a folder that ``Folder`` reads; until its last file is written it does not load."""
     from safetensors.torch import save_file
 
     target, inner = Path(folder), unwrapped(model)
-    _check_adapters(model)
+    if inner is not model:
+        _check_adapters(model)
     target.mkdir(parents=True, exist_ok=True)
     for stale in (SETTINGS, LINEAR, *STALE):
         (target / stale).unlink(missing_ok=True)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     if settings.get("importance") == "linear":
-        state = {name.split(".")[1]: x for name, x in tensors.items() if "importance." in name}
-        torch.save(state, target / LINEAR)
+        torch.save({x: tensors[f"importance.{x}"] for x in ("weight", "bias")}, target / LINEAR)
 
-    prompts = settings.get("prompts") or {}
-    settings = {key: x for key, x in settings.items() if key != "prompts"}
-    limit = settings["max_active_dims"]
-    if limit is None and settings.get("budgets"):
-        limit = max(int(float(budget)) for budget in settings["budgets"])
+    prompts, limit = settings.pop("prompts") or {}, settings["max_active_dims"]
+    if limit is None and settings["budgets"]:
+        limit = int(max(settings["budgets"]))
     said = {"model_type": "SparseEncoder", "prompts": prompts, "max_active_dims": limit}
     _write_json(target / ENCODER, said)
-    plain = {"expansion": True, "pool_special_tokens": True, "softcap": None, "logit_scale": None}
-    plain |= {"idf_weights": False, "gate": None}
     if _auto_class(inner.config).__name__.endswith("CausalLM") or any(
-        settings[key] != value for key, value in plain.items()
+        settings[key] != value for key, value in PLAIN.items()
     ):  # without an entry they would build another model
         theirs = "it has no modules for this encoder"
         _write_entries(target, {"": f"{__name__}.{UnsupportedEncoder.__name__}"})
@@ -330,42 +314,36 @@ def write_folder(
         _write_json(target / TRANSFORMER, {"max_seq_length": settings["max_length"]})
         kinds = {"": "MLMTransformer", "1_SpladePooling": "SpladePooling"}
         _write_entries(target, {path: f"{THEIRS}.{kind}" for path, kind in kinds.items()})
-        cuts = [key for key in settings if key.endswith("_threshold") or key == "prune_ratio"]
-        if cuts := [key for key in cuts if settings[key] is not None]:
+        cuts = [key for key in CUTS if settings[key] is not None]
+        if cuts:
             kept = "all active dimensions" if limit is None else f"the {limit} largest"
             less = f"does not apply {', '.join(cuts)}, and keeps {kept}"
             theirs += f", which {less}"
             warnings.warn(f"sentence-transformers {less} of {target}", stacklevel=3)
-    _write_card(target, inner, theirs)
+    card = target / "README.md"
+    if not card.exists() or card.read_bytes().rstrip().endswith(OWN.encode()):
+        card.write_text(_card(target.resolve().name, inner, theirs), encoding="utf-8")
     save_file(tensors, target / TENSORS)
+    settings["budgets"] = list(settings["budgets"].items())
     _write_json(target / SETTINGS, {"format": FORMAT, **settings})
+
+
+def _card(name: str, model: Any, theirs: str) -> str:
+    base, kind = model.name_or_path, type(model).__name__
+    if os.path.exists(base) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
+        base = "# its name on the Hub"
+    library = "sentence-transformers" if theirs.startswith("`") else "transformers"
+    return CARD.format(library=library, base=base, name=name, kind=kind, theirs=theirs, own=OWN)
 
 
 def _check_adapters(model: Any) -> None:
     """Raise for adapters that would be saved without what loads them."""
-    if unwrapped(model) is model:
-        has_base = getattr(model, "_hf_peft_config_loaded", False) and model.name_or_path
-        if not has_base and any(".base_layer." in name for name in model.state_dict()):
-            raise TypeError("expected a PeftModel, as get_peft_model makes it, to save adapters")
-    elif list(model.peft_config) != ["default"]:
+    if list(model.peft_config) != ["default"]:
         names = ", ".join(model.peft_config)
         raise ValueError(f"expected one adapter, named 'default', to save, got {names}")
-    elif not model.active_peft_config.base_model_name_or_path:
+    if not model.active_peft_config.base_model_name_or_path:
         why = "which adapters are saved with: save it, load it, and add adapters then"
         raise ValueError(f"expected a base model with a path or a name on the Hub, {why}")
-
-
-def _write_card(folder: Path, model: Any, theirs: str) -> None:
-    """Write the model card, unless the folder has one of its user."""
-    card, base = folder / "README.md", model.name_or_path
-    if card.exists() and not card.read_bytes().rstrip().endswith(OWN.encode()):
-        return
-    if os.path.exists(base) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
-        base = "# its name on the Hub"
-    library = "sentence-transformers" if theirs.startswith("`") else "transformers"
-    kind, name = type(model).__name__, folder.resolve().name
-    text = CARD.format(library=library, base=base, name=name, kind=kind, theirs=theirs, own=OWN)
-    card.write_text(text, encoding="utf-8")
 
 
 def _write_json(path: Path, content: object) -> None:
@@ -375,11 +353,8 @@ def _write_json(path: Path, content: object) -> None:
 
 def _write_entries(folder: Path, types: dict[str, str]) -> None:
     """Write the table of sentence-transformers' modules, each with its folder and its type."""
-    entries = [
-        {"idx": i, "name": str(i), "path": path, "type": kind}
-        for i, (path, kind) in enumerate(types.items())
-    ]
-    _write_json(folder / MODULES, entries)
+    rows = [{"idx": i, "name": str(i), "path": x, "type": types[x]} for i, x in enumerate(types)]
+    _write_json(folder / MODULES, rows)
 
 
 def write_router(folder: Path, query: str, *, frozen: bool) -> None:

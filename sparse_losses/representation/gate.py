@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_integer, check_shapes
+from sparse_losses._core.checks import check_shapes
 from sparse_losses._core.token_ids import as_mask
 
 
@@ -48,12 +48,6 @@ class ContextGate(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "gate_hidden": gate_hidden}
-        for name, value in {**sizes, "num_heads": num_heads}.items():
-            check_integer(name, value, minimum=1)
-        if hidden_size % num_heads:
-            text = f"expected `hidden_size` divisible by num_heads = {num_heads}"
-            raise ValueError(f"{text}, got {hidden_size}")
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.settings = {"gate_hidden": gate_hidden, "num_heads": num_heads, "dropout": dropout}
         self.query = nn.Parameter(torch.empty(1, 1, hidden_size))
@@ -68,9 +62,6 @@ class ContextGate(nn.Module):
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return the gate ``[B, V]``."""
         check_shapes(hidden=(hidden, "B S H"), attention_mask=(attention_mask, "B S, optional"))
-        if hidden.shape[2] != self.hidden_size:
-            text = f"expected `hidden` of shape [B, S, H] with H = {self.hidden_size}"
-            raise ValueError(f"{text}, got {list(hidden.shape)}")
         if hidden.shape[0] == 0:
             return hidden.new_zeros(0, self.vocab_size)
         if hidden.shape[1] == 0:  # no tokens
@@ -82,7 +73,6 @@ class ContextGate(nn.Module):
             # A softmax over nothing is NaN, so a text without tokens attends to zeros.
             ignored = ~attended & attended.any(1, keepdim=True)
         query = self.query.expand(hidden.shape[0], -1, -1)
-        options = {"key_padding_mask": ignored, "need_weights": False}
-        context, _ = self.attention(query, hidden, hidden, **options)
+        context, _ = self.attention(query, hidden, hidden, ignored, need_weights=False)
         gate: Tensor = self.map(self.norm(context[:, 0])).sigmoid()
         return gate

@@ -1,15 +1,13 @@
 """The settings of a ``SpladeEncoder``, as saved, and the parts that it is built of."""
 
-import json
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.activation import Activation, weights_of
+from sparse_losses._core.activation import Activation
 from sparse_losses._core.checks import (
     check_choice,
-    check_flag,
     check_integer,
     check_number,
     check_shapes,
@@ -22,18 +20,10 @@ from sparse_losses.representation.gate import ContextGate
 SIDES = ("document", "query")
 # Arguments of the constructor that are kept as attributes, shown and saved, with their defaults.
 SETTINGS: dict[str, Any] = {
-    "expansion": True,
-    "pool_special_tokens": True,
-    "activation": "relu",
-    "softcap": None,
-    "logit_scale": None,
-    "bidirectional": True,
-    "prune_ratio": None,
-    "max_active_dims": None,
-    "document_threshold": None,
-    "query_threshold": None,
-    "keep_at_least": 1,
-    "budgets": {},
+    **{"expansion": True, "pool_special_tokens": True, "activation": "relu"},
+    **{"softcap": None, "logit_scale": None, "bidirectional": True},
+    **{"prune_ratio": None, "max_active_dims": None},
+    **{"document_threshold": None, "query_threshold": None, "keep_at_least": 1, "budgets": {}},
     "prompts": None,
 }
 
@@ -41,33 +31,21 @@ SETTINGS: dict[str, Any] = {
 def check(settings: dict[str, Any]) -> None:
     """Raise unless these settings, or their defaults, go together."""
     settings = {"importance": "mlp", "max_length": None, **SETTINGS, **settings}
-    expansion, max_length = settings["expansion"], settings["max_length"]
-    flags = ("expansion", "pool_special_tokens", "bidirectional")
-    check_flag(**{name: settings[name] for name in flags})
-    activations = get_args(Activation) if expansion else (*get_args(Activation), "identity")
+    expansion = settings["expansion"]
+    activations = get_args(Activation) + (() if expansion else ("identity",))
     check_choice("activation", settings["activation"], activations)
     check_choice("importance", settings["importance"], ("mlp",) if expansion else ("mlp", "linear"))
-    for name in ("softcap", "logit_scale"):
-        if settings[name] is not None:
-            check_number(name, settings[name], minimum=0.0, exclusive=True)
-            if not expansion:
-                raise ValueError(f"expected no `{name}` with expansion=False")
+    numbers = {name: settings[name] for name in ("softcap", "logit_scale")}
+    if not expansion and any(x is not None for x in numbers.values()):
+        raise ValueError("expected no `softcap` and `logit_scale` with expansion=False")
     thresholds = {f"{side}_threshold": settings[f"{side}_threshold"] for side in SIDES}
-    for number, pair in settings["budgets"].items():
+    for number, pair in dict(settings["budgets"]).items():
         thresholds |= {f"budgets[{number}][{i}]": x for i, x in enumerate(pair)}
-    for name, threshold in thresholds.items():
-        if threshold is not None:
-            check_number(name, threshold, minimum=0.0)
+    for name, x in {**numbers, **thresholds}.items():
+        if x is not None:
+            check_number(name, x, minimum=0.0, exclusive=name in numbers)
     check_integer("keep_at_least", settings["keep_at_least"], minimum=0)
     check_pruning(settings["prune_ratio"], settings["max_active_dims"])
-    if max_length is not None:
-        check_integer("max_length", max_length, minimum=1)
-
-
-def budgets(saved: dict[Any, Any]) -> dict[float, tuple[float | None, float | None]]:
-    """Return pairs of thresholds by number; JSON has the numbers as strings."""
-    numbers = {key: json.loads(key) if isinstance(key, str) else key for key in saved}
-    return {numbers[key]: (pair[0], pair[1]) for key, pair in saved.items()}
 
 
 def importance(kind: str, hidden_size: int) -> nn.Module:
@@ -94,55 +72,25 @@ def token_logits(logits: Tensor, input_ids: Tensor, pooled: Tensor, vocab_size: 
     return largest.scatter_reduce(1, columns, logits, "amax", include_self=False)[:, :-1]
 
 
-def position_weights(encoder: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return the largest activation of every pooled position, ``[B, S]``, 0 at others."""
-    hidden = encoder._hidden(input_ids, attention_mask)
-    gate = None if encoder.gate is None else encoder.gate(hidden, attention_mask)
-    idf = encoder.idf_weights
-    idf = hidden.new_ones(encoder.vocab_size) if idf is None else idf
-    if encoder.expansion:
-        rows = []
-        for i, states in enumerate(hidden):  # each position is a text of one token
-            factor = None if gate is None else gate[i].expand(len(states), -1)
-            rows.append((encoder.head(states[:, None], gate=factor) * idf).amax(1))
-        weights = torch.stack(rows)
-    else:
-        logits = position_logits(encoder.importance, hidden)
-        logits = logits if gate is None else logits * gate.gather(1, input_ids)
-        weights = weights_of(logits, encoder.activation) * idf[input_ids]
-    return weights.masked_fill(~encoder._pooled(input_ids, attention_mask), 0.0)
-
-
 def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
     """Give the tokenizer a padding token if it has none; raise for ids that the model lacks."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab_size:
-        raise ValueError(
-            "expected `tokenizer` to have ids below the model's vocabulary size "
-            f"{vocab_size}, got the id {largest}"
-        )
-
-
-def saved_gate(config: Any, settings: dict[str, Any], tensors: dict[str, Tensor]) -> ContextGate:
-    """Return the gate of a folder, in fp32 on the CPU."""
-    sizes = config.get_text_config()
-    with torch.device("cpu"):
-        gate = ContextGate(sizes.hidden_size, sizes.vocab_size, **settings).float()
-    gate.load_state_dict(state(tensors, "gate"))
-    return gate
+        what = f"ids below the model's vocabulary size {vocab_size}"
+        raise ValueError(f"expected `tokenizer` to have {what}, got the id {largest}")
 
 
 def gate(given: object, hidden_size: int, vocab_size: int) -> ContextGate | None:
     """Return the gate, for ``True`` a new one; raise for one of other sizes."""
-    if given is None or given is False:
-        return None
     if given is True:
         heads = next(n for n in (4, 2, 1) if hidden_size % n == 0)
         return ContextGate(hidden_size, vocab_size, num_heads=heads)
     if not isinstance(given, ContextGate):
-        raise TypeError(f"expected `gate` to be a ContextGate, True, False or None, got {given!r}")
+        if given not in (None, False):
+            raise TypeError(f"expected `gate` to be a ContextGate or a flag, got {given!r}")
+        return None
     expected, sizes = (hidden_size, vocab_size), (given.hidden_size, given.vocab_size)
     if sizes != expected:
         raise ValueError(f"expected `gate` of hidden and vocab_size {expected}, got {sizes}")
@@ -164,19 +112,10 @@ def max_length(given: int | None, model: Any, tokenizer: Any) -> int | None:
     if given is None:
         known = [x for x in (*limits, tokenizer.model_max_length) if x < 10**9]  # 1e30: unknown
         return min((int(x) for x in known), default=None)
-    special = tokenizer.num_special_tokens_to_add(pair=False)
-    check_integer("max_length", given, minimum=special + 1)
-    if limits and given > min(limits):
-        raise ValueError(
-            f"expected `max_length` of at most the model's {min(limits)} positions, got {given}"
-        )
+    check_integer("max_length", given, minimum=tokenizer.num_special_tokens_to_add() + 1)
+    if limits and given > (most := min(limits)):
+        raise ValueError(f"expected `max_length` <= {most}, the model's positions, got {given}")
     return int(given)
-
-
-def state(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the tensors of one part."""
-    start = f"{name}."
-    return {key.removeprefix(start): x for key, x in tensors.items() if key.startswith(start)}
 
 
 @torch.no_grad()

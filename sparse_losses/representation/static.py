@@ -31,7 +31,7 @@ class StaticQueryEncoder(nn.Module):
 
     Args:
         tokenizer: A tokenizer of ``transformers``.
-        weight: ``[V]`` floating, finite. An ``nn.Parameter`` is trained, any other tensor is a
+        weight: ``[V]`` floating. An ``nn.Parameter`` is trained, any other tensor is a
             buffer, such as ``DocumentFrequency.load(path).idf()``.
 
     Examples:
@@ -61,8 +61,6 @@ class StaticQueryEncoder(nn.Module):
         least = max(tokenizer.get_vocab().values(), default=0) + 1
         if len(weight) < least:
             raise ValueError(f"expected `weight` of at least {least} tokens, got {len(weight)}")
-        if not weight.isfinite().all():
-            raise ValueError("expected `weight` to be finite, got NaN or infinity")
         self.tokenizer, self.vocab_size, self.prompt = tokenizer, len(weight), ""
         if isinstance(weight, nn.Parameter):
             self.weight = weight
@@ -98,13 +96,11 @@ class StaticQueryEncoder(nn.Module):
         queries = [self.prompt + text for text in texts]  # the prompt of a loaded folder
         rows = self.tokenizer(queries, **QUERY)["input_ids"] if texts else []
         special = set(self.tokenizer.all_special_ids)
-        weight, vectors = self.weight.detach().cpu(), []
-        for i, row in enumerate(rows):
+        weight, vectors = self.weight.detach().float().cpu(), []
+        for row in rows:
             ids = torch.tensor(sorted(set(row) - special), dtype=torch.int64, device="cpu")
-            weights = weight[ids].float()
-            encoding.check_finite(weights[None], [i])
-            kept = weights != 0
-            vectors.append((ids[kept], weights[kept]))
+            ids = ids[weight[ids] != 0]
+            vectors.append((ids, weight[ids]))
         return encoding.collected(vectors, output, self.tokenizer, self.vocab_size)
 
     @classmethod
@@ -142,15 +138,14 @@ class StaticQueryEncoder(nn.Module):
         """
         from safetensors.torch import save_file
 
-        tokens = self.tokenizer.get_vocab()
+        size = len(tokens := self.tokenizer.get_vocab())
         if document.tokenizer.get_vocab() != tokens:
             raise ValueError("expected `document` to have the tokens of the queries, got others")
-        size = len(tokens)
         if {self.vocab_size, document.vocab_size} != {size}:
             got = f"{self.vocab_size} and {document.vocab_size}"
             raise ValueError(
-                f"expected a weight and a `document` of V = {size}, the tokenizer's tokens, for "
-                f"sentence-transformers, got {got}: model.resize_token_embeddings({size})"
+                f"expected a weight and a `document` of V = {size}, the tokenizer's tokens, got "
+                f"{got}: model.resize_token_embeddings({size})"
             )
         document.save_pretrained(folder)
         place = Path(folder) / PLACE

@@ -1,8 +1,9 @@
 """The number of active dimensions: thresholds that make it, or a shifted bias to start from."""
 
+import contextlib
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 from sparse_losses._core.activation import Activation, logits_at, weight_at
 from sparse_losses._core.checks import check_choice, check_integer, check_number, check_rows
 from sparse_losses.representation._language_model import evaluating
-from sparse_losses.representation.encoding import check_texts
+from sparse_losses.representation.encoder import SpladeEncoder
+from sparse_losses.representation.encoding import batches, check_texts
+from sparse_losses.representation.head import SpladeHead
 from sparse_losses.representation.parts import SIDES
 from sparse_losses.sparsity.entries import Entries, products_limit
-from sparse_losses.sparsity.models import Budgets, Thresholds, adapter_of
+from sparse_losses.sparsity.models import Adapter, Budgets, Limits, adapter_of
 
 START = 256  # dimensions of a start that the warning names, or a sixteenth of a small vocabulary
 
@@ -36,9 +39,9 @@ class Calibration(NamedTuple):
     Attributes:
         document_threshold: the pooled logit above which a document keeps a dimension, or ``None``.
         query_threshold: the same for queries.
-        before: what whole vectors have: ``document_active`` and ``query_active`` dimensions,
-            ``products`` of a query and a document, the share of documents in the
-            ``longest_list``, the numbers of ``empty_documents`` and ``empty_queries``.
+        before: of whole vectors: ``document_active`` and ``query_active`` dimensions, ``products``
+            of a pair, the share of documents in the ``longest_list``, ``empty_documents`` and
+            ``empty_queries``.
         after: the same of what is left.
         shift: the number that was subtracted from the bias.
         budgets: both thresholds for each number of active dimensions.
@@ -80,26 +83,24 @@ def calibrate_threshold(
 ) -> float:
     r"""Find the threshold that leaves ``target_active`` dimensions per text, on average.
 
-    Activations are $x = \log(1 + \max(0, z))$ of pooled logits $z$. The threshold $t$ is in units
-    of $z$: $e^x - 1 > t$ holds for that many entries per row.
+    The threshold $t$ is in units of the pooled logits $z$ of activations
+    $x = \log(1 + \max(0, z))$: $e^x - 1 > t$ holds for that many entries per row.
 
     Args:
-        activations: pooled vectors ``[..., V]``, floating, without idf weights; a NaN counts for
-            nothing.
+        activations: pooled vectors ``[..., V]``, without idf weights; a NaN counts for nothing.
         target_active: mean number of entries to keep per row, in (0, V].
         activation: as in ``splade_head``, which made the activations.
 
     Returns:
-        $t \ge 0$, between the smallest entry that is kept and the largest that is not; 0 if all
-        are kept. Equal entries are kept or dropped together, whichever is nearer the target.
+        $t \ge 0$, between the smallest entry that is kept and the largest that is not. Equal
+        entries are kept or dropped together, whichever is nearer the target.
 
     Raises:
-        ValueError: if an activation is below 0, or that of no finite logit: infinite or above
-            709.78, the logarithm of the largest float.
+        ValueError: if an activation is below 0, or that of no finite logit.
         TypeError: if ``activations`` is not a dense tensor.
 
     Warns:
-        UserWarning: if fewer entries are active; all are kept.
+        UserWarning: if fewer entries are active; all are kept, and $t = 0$.
 
     Examples:
         >>> import torch
@@ -143,8 +144,8 @@ def calibrate(
 
     ``"shift"`` is for a start, before training: it subtracts a number from the bias of the
     vocabulary projection (of the importance layer with ``expansion=False``), which changes both
-    sides and can add dimensions; thresholds, which were those of other logits, are removed. A bias
-    in half precision may miss the number by a few percent.
+    sides and can add dimensions, and removes thresholds. A bias in half precision may miss the
+    number by a few percent.
 
     With ``target_products`` one threshold (or shift) for both sides gives
     $\sum_j p_q(j) \, p_d(j)$ products of a query and a document; $p(j)$ is the share of a side's
@@ -152,10 +153,10 @@ def calibrate(
 
     Args:
         model: a ``SpladeEncoder``, a ``SpladeHead``, or a ``SparseEncoder`` of a fill-mask
-            transformer and ``SpladePooling``, or of a ``Router`` with these for documents. It runs
-            in evaluation mode.
+            transformer and ``SpladePooling``, or of a ``Router`` with these for documents.
         documents: texts like those to be encoded, which were not trained on; for a ``SpladeHead``
-            batches ``(hidden, attention_mask)`` of ``[B, S, H]`` and ``[B, S]``.
+            batches ``(hidden, attention_mask)`` of ``[B, S, H]`` and ``[B, S]``. It reads them in
+            evaluation mode. Of many millions of entries a sample of the texts counts.
         target_active: active dimensions of a document, in (0, V]. A ``SpladeEncoder`` takes several
             numbers: ``encode(texts, active=64)`` uses one of them, and else the largest.
         queries: the same as ``documents``, of the other side.
@@ -173,12 +174,12 @@ def calibrate(
 
     Raises:
         TypeError: for another model, or data of another kind.
-        ValueError: for numbers that nothing can give, no texts, a missing side, and without a bias
-            to shift or a config's ``decoder_bias`` to add one.
+        ValueError: for numbers that nothing can give, no texts, a missing side or bias.
 
     Warns:
-        UserWarning: if there is less than asked, which is all kept, or if ``keep_at_least`` leaves
-            more; if more than half of the vocabulary is active: training should start sparse.
+        UserWarning: if more than half of the vocabulary is active, so that training should have
+            started sparse; if there is less than asked, or ``keep_at_least`` leaves more; if a
+            ``SparseEncoder`` is pruned, which saves no thresholds.
 
     Examples:
         >>> import torch
@@ -193,22 +194,24 @@ def calibrate(
     """
     check_choice("method", method, ("prune", "shift"))
     check_integer("keep_at_least", keep_at_least, minimum=0)
-    is_shift, of = method == "shift", adapter_of(model)
-    kept, lowest = (0, -math.inf) if is_shift else (keep_at_least, 0.0)
-    targets = _targets(of, is_shift, kept, target_active, query_target, target_products)
-    if queries is None and (query_target is not None or target_products is not None):
-        raise ValueError("expected `queries` for `query_target` and `target_products`, got None")
+    is_shift = method == "shift"
     sides: list[Entries] = []
-    with torch.no_grad(), evaluating(model):
+    kept, lowest = (0, -math.inf) if is_shift else (keep_at_least, 0.0)
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        of = adapter_of(model, is_shift, stack)
+        targets = _targets(of, is_shift, kept, target_active, query_target, target_products)
+        if queries is None and (query_target is not None or target_products is not None):
+            raise ValueError("expected `queries` for `query_target` or `target_products`, got None")
+        stack.enter_context(evaluating(model))
         for i, data in enumerate((documents, queries)[: 1 if queries is None else 2]):
-            if of.takes_texts:
+            wanted = math.inf
+            if of.kind is not SpladeHead:
                 check_texts(data)
-            numbers = [number for pair in targets if (number := pair[i]) is not None]
-            wanted = max(numbers) * len(data) if numbers and of.takes_texts else None
-            sides.append(Entries(SIDES[i], lowest, kept, wanted))
-            for x in of.read(data, SIDES[i], is_shift, batch_size, show_progress):
-                sides[i].add(x)
-            sides[i].join()
+                wanted = max(pair[i] or math.inf for pair in targets) * len(data)
+            sides.append(side := Entries(SIDES[i], lowest, kept, wanted))
+            for batch in _batches(of, data, batch_size, show_progress):
+                side.add(of.read(batch, SIDES[i]))
+            side.join()
     before = _sparsity(sides, (None, None))
     if not is_shift and before.document_active > of.vocab_size / 2:
         start = min(START, of.vocab_size // 16)
@@ -217,50 +220,59 @@ def calibrate(
             f'training, calibrate(model, texts, {start}, method="shift") makes a sparse start',
             stacklevel=2,
         )
-    limits: Sequence[float | None]
-    thresholds: Thresholds
-    budgets: Budgets
     one = None if target_products is None else products_limit(sides, target_products)
+    limits: Limits
+    thresholds: Limits
+    budgets: Budgets = {}
+    shift = None
     if is_shift:
-        one = sides[0].limit(targets[0][0] or 0.0) if one is None else one
+        shift = sides[0].limit(targets[0][0] or 0.0) if one is None else one
         for module in model.modules():  # FSDP2 would drop what is changed in whole parameters
             getattr(module, "reshard", lambda: None)()
         with torch.no_grad():
-            of.bias().sub_(one)
-        thresholds, budgets, limits = (None, None), {}, (one, one)
+            of.bias().sub_(shift)
+        limits, thresholds = (shift, shift), (None, None)
     else:
         found = [_pruned(sides, pair, one, of) for pair in targets]
         budgets = {pair[0]: each[1] for pair, each in zip(targets, found, strict=True) if pair[0]}
         limits, thresholds = found[max(range(len(found)), key=lambda i: targets[i][0] or 0.0)]
-        one = None
     of.prune(thresholds, keep_at_least, budgets)
     after = _sparsity(sides, limits)
-    result = Calibration(thresholds[0], thresholds[1], before, after, one, budgets)
+    result = Calibration(*thresholds, before, after, shift, budgets)
     if verbose:
         print(result)
     return result
 
 
+def _batches(of: Adapter, data: Any, batch_size: int, show_progress: bool | None) -> Iterator[Any]:
+    if of.kind is SpladeHead:
+        yield from data
+        return
+    bar = {"desc": "Calibrating", "delay": 10 if show_progress is None else 0}
+    for numbers in batches(data, batch_size, show_progress is not False, **bar):
+        yield [data[i] for i in numbers]
+
+
 def _pruned(
-    sides: Sequence[Entries], targets: Thresholds, one: float | None, of: Any
-) -> tuple[Sequence[float | None], Thresholds]:
+    sides: Sequence[Entries], targets: Limits, one: float | None, of: Adapter
+) -> tuple[Limits, Limits]:
     """Return the limits of the weights of both sides, and their thresholds, of the logits."""
-    limits: list[float | None] = [None, None]
-    thresholds = list(of.thresholds)
-    for i, (side, target, held) in enumerate(zip(sides, targets, of.thresholds, strict=False)):
-        if one is not None or target is not None:
-            limits[i] = limit = side.limit(target) if target is not None else one
+    limits, thresholds = [one, one], list(of.thresholds)
+    for i, side in enumerate(sides):
+        if (target := targets[i]) is not None:
+            limits[i] = side.limit(target)
+        if (limit := limits[i]) is not None:
             thresholds[i] = _logit(limit, of.activation)
-        elif held is not None:
+        elif (held := thresholds[i]) is not None:
             limits[i] = weight_at(held, of.activation)
-    return limits, (thresholds[0], thresholds[1])
+    return (limits[0], limits[1]), (thresholds[0], thresholds[1])
 
 
-def _logit(weight: float | None, activation: str) -> float:
+def _logit(weight: float, activation: str) -> float:
     return logits_at(torch.tensor(weight, dtype=torch.float64, device="cpu"), activation).item()
 
 
-def _sparsity(sides: Sequence[Entries], limits: Sequence[float | None]) -> Sparsity:
+def _sparsity(sides: Sequence[Entries], limits: Limits) -> Sparsity:
     pairs = list(zip(sides, limits, strict=False))
     shares, empty = [side.share(x) for side, x in pairs], [side.empty(x) for side, x in pairs]
     active, longest = [share.sum().item() for share in shares], shares[0].max().item()
@@ -271,12 +283,12 @@ def _sparsity(sides: Sequence[Entries], limits: Sequence[float | None]) -> Spars
 
 
 def _targets(
-    of: Any, is_shift: bool, keep: int, documents: Any, queries: Any, products: Any
-) -> list[Thresholds]:
+    of: Adapter, is_shift: bool, keep: int, documents: Any, queries: Any, products: Any
+) -> list[Limits]:
     """Return the numbers of active dimensions of documents and queries, checked."""
     numbers = list(documents) if isinstance(documents, (list, tuple)) else [documents]
     others = list(queries) if isinstance(queries, (list, tuple)) else [queries] * len(numbers)
-    if len(numbers) > 1 and (is_shift or not of.takes_several):
+    if len(numbers) > 1 and (is_shift or of.kind is not SpladeEncoder):
         raise ValueError("expected one `target_active`: only pruning a SpladeEncoder takes several")
     if not numbers or len(others) != len(numbers):
         raise ValueError(f"expected a `query_target` for each of {documents}, got {queries}")
@@ -287,10 +299,9 @@ def _targets(
             if value is not None:
                 _check_number(name, value, of.vocab_size, keep)
                 values[i] = int(value) if value == int(value) else float(value)  # not NumPy's
-    is_given = [x is not None for x in (*numbers, *others)]
-    if any(is_given) == (products is not None):
-        got = "both" if any(is_given) else "neither"
-        raise ValueError(f"expected active dimensions or `target_products`, got {got}")
+    given = [x for x in (*numbers, *others, products) if x is not None]
+    if not given or (products is not None and len(given) > 1):
+        raise ValueError(f"expected active dimensions or `target_products`, got {given}")
     if products is not None:
         check_number("target_products", products, minimum=0.0, exclusive=True)
     return list(zip(numbers, others, strict=True))

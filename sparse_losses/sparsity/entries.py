@@ -15,17 +15,20 @@ LIMIT = 1 << 24  # entries that are held, 12 bytes each
 
 
 class Entries:
-    """What the texts of one side have, and their entries above ``lowest``, as many as are held."""
+    """What the texts of one side have, and their largest entries, as many as are held.
+
+    If more are ``wanted`` than a quarter of ``LIMIT``, those of a sample of the texts are held.
+    """
 
     active: Tensor  # texts that have each dimension
     held: int  # texts of which entries are held, with their dimensions and values
     columns: Tensor
     values: Tensor
 
-    def __init__(self, name: str, lowest: float, keep: int, wanted: float | None = None) -> None:
+    def __init__(self, name: str, lowest: float, keep: int, wanted: float = math.inf) -> None:
         self.name, self.lowest, self.keep, self.wanted = name, lowest, keep, wanted
-        self.floor, self.texts, self.batches = lowest, 0, 0
-        self.stride = math.ceil(4 * (wanted or 0) / LIMIT) or 1  # of the batches that are held
+        self.floor = lowest  # only entries above it are held
+        self.texts, self.batches, self.stride = 0, 0, 1  # of every `stride` batches one is held
         self.maxima: list[Tensor] = []
         self.parts: list[tuple[int, Tensor, Tensor]] = []  # texts, dimensions, values
 
@@ -44,14 +47,15 @@ class Entries:
             x = torch.where(largest_entries(x, self.keep) & (x > 0), math.inf, x)
         row, column = (x > self.floor).nonzero(as_tuple=True)
         self.parts.append((len(x), column.int().cpu(), x[row, column].double().cpu()))
-        if sum(len(values) for _, _, values in self.parts) > LIMIT:
-            if self.wanted is None:  # half of the texts, which come sorted by length
-                self.parts, self.stride = self.parts[::2], 2 * self.stride
-                return
-            self.join()  # at most a quarter of these entries is wanted
-            self.values, order = self.values.topk(LIMIT // 2)
-            self.floor = self.values[-1].item()
-            self.parts = [(self.held, self.columns[order], self.values)]
+        if sum(len(values) for _, _, values in self.parts) <= LIMIT:
+            return
+        if 4 * self.wanted > LIMIT:  # half of the texts, which come sorted by length
+            self.parts, self.stride = self.parts[::2], 2 * self.stride
+            return
+        self.join()
+        self.values, order = self.values.topk(LIMIT // 2)
+        self.floor = self.values[-1].item()
+        self.parts = [(self.held, self.columns[order], self.values)]
 
     def join(self) -> None:
         """Join the parts."""

@@ -16,41 +16,25 @@ def folder(variable):
     return os.environ[variable]
 
 
-PARTS = (
-    "",
-    " ",
-    "\n\t",
-    "the",
-    "The quick brown fox",
-    "서울에서 점심 메뉴 추천해 주세요",
-    "한",
-    "日本語の文",
-    "🙂",
-    "👩‍👩‍👧 family 🎉🎉",
-    "?!...,;:",
-    "----",
-    "[MASK] [SEP]",
+LATIN = ("", " ", "\n\t", "the", "The quick brown fox", "?!...,;:", "----", "[MASK] [SEP]")
+CODE = (
     "<s>html</s>",
     "e = mc²",
-    "ﬁnance",
-    "naïve café",
-    "Ünïcödé",
-    "a\u0301",
-    "\u200b",
-    "0.1 + 0.2 = 0.30000000000000004",
-    "http://a.b/c?d=e#f",
-    "antidisestablishmentarianism",
-    "x" * 300,
     "def f(x): return x | y",
     "SELECT * FROM t WHERE a=1;",
-    "rain in spain " * 40,
-    "토큰 " * 300,
-    "word " * 600,
-    "مرحبا بالعالم",
-    "שלום",
-    "C++ && C#",
     "\x00\x07",
 )
+MARKS = ("ﬁnance", "naïve café", "Ünïcödé", "a\u0301", "\u200b", "0.1 + 0.2 = 0.30000000000000004")
+SCRIPTS = (
+    "서울에서 점심 메뉴 추천해 주세요",
+    "日本語の文",
+    "مرحبا بالعالم",
+    "שלום",
+    "👩‍👩‍👧 family 🎉🎉",
+    "🙂",
+)
+LONG = ("x" * 300, "rain in spain " * 40, "토큰 " * 300, "word " * 600, "http://a.b/c?d=e#f")
+PARTS = (*LATIN, *CODE, *MARKS, *SCRIPTS, *LONG)
 TEXTS = [f"{a} {b}".strip(" ") if b else a for b in ("", *PARTS[3:9]) for a in PARTS][:200]
 
 

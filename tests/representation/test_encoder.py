@@ -82,12 +82,6 @@ def test_encode_keeps_the_order_of_the_texts(batch_size, variant):
     assert (sparse.values() > 0).all()
 
 
-def test_the_mask_is_optional():
-    encoder = make()
-    ids = encoder.tokenize(TEXTS[:1])["input_ids"]
-    torch.testing.assert_close(encoder(ids), encoder(ids, torch.ones_like(ids)))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.strided, torch.sparse_csr, torch.sparse_coo])
 def test_tokens_have_weights_and_the_largest_comes_first(layout, dtype):
@@ -118,7 +112,7 @@ def test_top_tokens_of_odd_vectors():
     assert encoder.top_tokens(torch.zeros(0, size)) == encoder.top_tokens([]) == []
     for wrong, options, error, match in [
         (torch.zeros(2, size + 1), {}, ValueError, rf"V = {size}, got \[2, {size + 1}\]"),
-        (torch.zeros(1, size, dtype=torch.int64), {}, TypeError, "floating point, got torch.int64"),
+        (torch.zeros(1, size, dtype=torch.int64), {}, ValueError, "floating .* of torch.int64"),
         (torch.zeros(1, size), {"k": 0}, ValueError, "`k`"),
         (torch.zeros(1, size), {"batch_size": 2}, TypeError, "batch_size"),
     ]:
@@ -144,7 +138,7 @@ def test_token_weights_equal_the_formula(variant):
             own[..., encoder.tokenizer.all_special_ids] = 0.0
             scores = own * encoder.importance(hidden)
         expected = (factor * (scores * gate[:, None]).relu().log1p()).amax(2)
-    outputs = encoder.train().token_weights(texts, batch_size=2)
+    outputs = encoder.train().token_weights(texts)
     assert encoder.training
     for i, weights in enumerate(outputs):
         count = int(mask[i].sum())
@@ -227,8 +221,6 @@ def test_wrong_inputs_are_named():
         (encoder.encode, ["a"], {"output": "json"}, ValueError, "`output` .* 'csr', 'dense'"),
         (encoder.encode, ["a"], {"batch_size": 0}, ValueError, "`batch_size`"),
         (encoder.encode, ["a"], {"side": "both"}, ValueError, "`side`"),
-        (encoder, ids, {"side": "both"}, ValueError, "`side`"),
-        (encoder, ids, {"apply_idf": 1}, TypeError, "`apply_idf`"),
     ]:
         with pytest.raises(error, match=match):
             call(inputs, **options)
@@ -237,25 +229,27 @@ def test_wrong_inputs_are_named():
         sparse(ids, layout=torch.sparse_csr)
     with torch.no_grad():
         encoder.head.bias[4] = math.nan
-    for call in (encoder.encode, encoder.token_weights):
-        with pytest.raises(ValueError, match=r"expected finite .*, got others in (row|text) 0"):
-            call(["a"])
+    with pytest.raises(ValueError, match=r"expected finite .*, got others in row 0"):
+        encoder.encode(["a"])
 
 
 def test_wrong_parts_and_settings_are_named():
     model, words = pair("bert")
     size = len(words)
     for options, error, match in [
-        ({"gate": "yes"}, TypeError, "expected `gate` to be a ContextGate, True, False or None"),
+        ({"gate": "yes"}, TypeError, "expected `gate` to be a ContextGate or a flag"),
         ({"gate": ContextGate(16, size + 1)}, ValueError, rf"\(16, {size}\), got \(16, "),
         ({"idf_weights": torch.ones(3)}, ValueError, f"V = {size} finite numbers"),
         ({"idf_weights": -torch.ones(size)}, ValueError, "finite numbers >= 0"),
-        ({"expansion": 1}, TypeError, "expected `expansion` to be True or False"),
         ({"max_length": 2}, ValueError, "`max_length` to be an integer >= 3, got 2"),
-        ({"max_length": 41}, ValueError, "at most the model's 40 positions, got 41"),
+        ({"max_length": 41}, ValueError, "<= 40, the model's positions, got 41"),
         ({"activation": "identity"}, ValueError, "expected `activation` to be one of"),
         ({"importance": "linear"}, ValueError, "expected `importance` to be one of"),
-        ({"expansion": False, "softcap": 2.0}, ValueError, "no `softcap` with expansion=False"),
+        (
+            {"expansion": False, "softcap": 2.0},
+            ValueError,
+            "no `softcap` and .* with expansion=False",
+        ),
         ({"logit_scale": 0.0}, ValueError, "expected `logit_scale` to be a finite number > 0"),
         ({"prune_ratio": 1.0}, ValueError, r"expected `prune_ratio` in \[0, 1\), got 1.0"),
         ({"max_active_dims": 0}, ValueError, "expected `max_active_dims` to be an integer >= 1"),

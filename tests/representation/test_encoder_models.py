@@ -8,7 +8,6 @@ import torch
 import transformers
 from packaging.version import Version
 
-from benchmarks.run.launches import Launches
 from sparse_losses import SpladeEncoder
 from sparse_losses.functional import splade_pool
 from tests.representation.tiny_models import (
@@ -147,7 +146,7 @@ def test_model_that_stays_causal_is_refused():
     """So does every model of an older transformers, which reads no ``is_causal`` in a config."""
     config = transformers.OpenAIGPTConfig(vocab_size=300, n_embd=16, n_layer=1, n_head=2)
     model = transformers.OpenAIGPTLMHeadModel(config)
-    with pytest.raises(ValueError, match=r"attends both ways .* stays causal.*bidirectional=False"):
+    with pytest.raises(ValueError, match=r"attends both ways .*stays causal.*bidirectional=False"):
         SpladeEncoder(model, tokenizer("bytes"))
     assert getattr(config, "is_causal", True)
     SpladeEncoder(model, tokenizer("bytes"), bidirectional=False).encode(["a"])
@@ -167,17 +166,6 @@ def test_padding_on_either_side_changes_nothing(kind, dtype):
             padded = encoder(torch.cat(parts, 1), mask)
             rounding = 1e-5 if dtype == torch.float32 else 0.05
             torch.testing.assert_close(padded, alone, atol=rounding, rtol=rounding)
-
-
-def test_decoder_of_a_large_vocabulary_holds_no_logits_of_positions():
-    words, vocab_size = tokenizer("bytes"), 151_936
-    encoder = SpladeEncoder(causal_lm("qwen3", vocab_size), words, bidirectional=BOTH_WAYS)
-    ids = torch.randint(5, 300, (2, 30))
-    with Launches("cpu") as counted:
-        encoder(ids).sum().backward()
-    assert counted.largest < 2 * 30 * vocab_size
-    assert encoder.model.lm_head.weight is encoder.model.model.embed_tokens.weight
-    assert encoder.model.lm_head.weight.grad.any()
 
 
 def test_tokenizer_without_padding_gets_its_end_of_text_token():
@@ -238,12 +226,6 @@ def test_adapted_model_trains_and_reloads_alone(kind, copied, tmp_path):
     torch.testing.assert_close(theirs(**batch).logits, logits)
 
 
-def test_adapters_of_a_model_without_a_path_are_not_saved(tmp_path):
-    encoder = SpladeEncoder(*adapted("bert", BODY))
-    with pytest.raises(ValueError, match="expected a base model with a path"):
-        encoder.save_pretrained(tmp_path)
-
-
 def test_adapters_of_peft_alone_load(tmp_path):
     masked, words = pair("bert")
     for part in (masked, words):
@@ -270,15 +252,11 @@ def test_adapters_added_later_are_taken_or_refused():
         dense(encoder)
 
 
-def test_adapters_without_a_peft_model_are_not_lost(tmp_path):
-    encoder = make()
-    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["query"]), encoder.model)
-    with pytest.raises(TypeError, match="expected a PeftModel, as get_peft_model makes it"):
-        encoder.save_pretrained(tmp_path / "injected")
+def test_adapters_that_transformers_added_are_saved(tmp_path):
     masked, words = pair("bert")
     masked.save_pretrained(tmp_path / "base")
     model = type(masked).from_pretrained(tmp_path / "base")
-    model.add_adapter(peft.LoraConfig(r=2, target_modules=["query"]))  # of transformers
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["query"]))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
@@ -306,10 +284,12 @@ def test_merged_adapters_save_as_a_plain_model(kind, copied, tmp_path):
     assert not (tmp_path / "merged" / "adapter_config.json").exists()
 
 
-def test_several_adapters_are_not_saved(tmp_path):
+def test_adapters_that_would_not_load_are_not_saved(tmp_path):
     model, words = adapted("qwen3", BODY)
-    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj"]))
     encoder = SpladeEncoder(model, words, bidirectional=BOTH_WAYS)
+    with pytest.raises(ValueError, match="expected a base model with a path"):
+        encoder.save_pretrained(tmp_path)
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj"]))
     with pytest.raises(ValueError, match=r"expected one adapter, .* got default, second"):
         encoder.save_pretrained(tmp_path)
 

@@ -223,25 +223,9 @@ def test_what_cannot_be_done_is_refused_by_name(file, said, message, written):
         SpladeEncoder.from_pretrained(written(file, said))
 
 
-def test_the_limit_is_the_smallest_of_file_model_and_tokenizer(written):
-    for said in (30, 300):
-        folder = written(BERT, {"max_seq_length": said})
-        assert SpladeEncoder.from_pretrained(folder).max_length == min(said, 40)
-        assert SpladeEncoder.from_pretrained(folder, max_length=9).max_length == 9
-
-
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        ({"similarity_fn_name": "cosine"}, "compares vectors by cosine, not by products"),
-        (
-            {"prompts": {"p": "ask: "}, "default_prompt_name": "p"},
-            "default prompt p, for texts without a side",
-        ),
-    ],
-)
-def test_what_is_done_elsewhere_alone_is_a_warning(said, message, written):
-    with pytest.warns(UserWarning, match=message):
+def test_what_is_done_elsewhere_alone_is_a_warning(written):
+    said = {"prompts": {"p": "ask: "}, "default_prompt_name": "p"}
+    with pytest.warns(UserWarning, match="default prompt p, for texts without a side"):
         SpladeEncoder.from_pretrained(written(ENCODER, said))
 
 
@@ -335,7 +319,6 @@ def test_files_of_others_stay_and_stale_ones_go(tmp_path):
         (OURS, "{"),
         (OURS, {"format": 2}),
         (OURS, {"gate": {"depth": 2}}),
-        (OURS, {"max_length": -1}),
         (OURS, {"softcap": "12"}),
         (MODULES, {"idx": 0}),
         (MODULES, [{"type": 1, "path": ""}]),

@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 from sparse_losses import ContextGate
@@ -71,16 +70,3 @@ def test_text_without_tokens_has_a_gate_and_no_gradient():
         value = gate(torch.zeros(shape, dtype=torch.float64), torch.ones(shape[:2]))
         assert value.shape == (shape[0], V)
         assert ((value > 0) & (value < 1)).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"hidden_size": 10, "num_heads": 4}, "divisible by num_heads = 4, got 10"),
-        ({"dropout": 1.5}, "dropout probability"),
-        ({"gate_hidden": 0}, "`gate_hidden`"),
-    ],
-)
-def test_wrong_hyperparameter_is_an_error(options, message):
-    with pytest.raises(ValueError, match=message):
-        ContextGate(**{"hidden_size": 8, "vocab_size": 5, **options})

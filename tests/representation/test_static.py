@@ -65,8 +65,7 @@ def test_nothing_gives_nothing():
     encoder.weight.zero_()
     assert encoder.encode_query(["dog"]).values().numel() == 0
     encoder.weight[encoder.tokenizer.convert_tokens_to_ids("dog")] = torch.nan
-    with pytest.raises(ValueError, match="got others in text 1"):
-        encoder.encode_query(["lazy", "dog"])
+    assert encoder.encode_query(["lazy", "dog"], output="dense").isnan().any(1).tolist() == [0, 1]
 
 
 def test_masked_positions_do_not_count_whatever_their_ids():
@@ -85,15 +84,10 @@ def test_wrong_inputs_are_errors():
     for ids in ([[encoder.vocab_size]], [[-1]]):
         with pytest.raises(ValueError, match=r"expected `input_ids` in \[0, V\) with V = 150"):
             encoder(torch.tensor(ids))
-    with pytest.raises(TypeError, match=r"expected `input_ids` to be a torch.Tensor, got list"):
-        encoder(["dog"])
     with pytest.raises(ValueError, match=r"expected `attention_mask` of shape \[B, S\]"):
         encoder(torch.ones(2, 3).long(), torch.ones(2, 2))
-    for call in (encoder.encode_query, encoder.tokenize):
-        with pytest.raises(TypeError, match="list of strings, got str"):
-            call("dog")
-    with pytest.raises(ValueError, match="expected `output`"):
-        encoder.encode_query(["dog"], output="coo")
+    with pytest.raises(TypeError, match="list of strings, got str"):
+        encoder.encode_query("dog")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +97,6 @@ def test_wrong_inputs_are_errors():
         (torch.ones(150, 1), ValueError, r"expected `weight` of shape \[V\]"),
         (torch.ones(150).long(), TypeError, "expected `weight` to be floating point"),
         ([1.0] * 150, TypeError, "expected `weight` to be a torch.Tensor, got list"),
-        (torch.full((150,), torch.nan), ValueError, "expected `weight` to be finite"),
     ],
 )
 def test_wrong_weights_are_errors(weight, error, message):

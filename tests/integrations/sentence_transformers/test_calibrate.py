@@ -12,7 +12,10 @@ from sparse_losses import calibrate
 from sparse_losses.integrations.sentence_transformers import use_splade_head
 from tests.representation.tiny_models import CORPUS, TEXTS
 
-pytestmark = pytest.mark.parametrize("with_head", [False, True])
+pytestmark = [
+    pytest.mark.parametrize("with_head", [False, True]),
+    pytest.mark.filterwarnings("ignore:a SparseEncoder has no place"),
+]
 BOTH = {"queries": TEXTS, "query_target": 4, "verbose": False}
 
 
@@ -25,7 +28,7 @@ def vectors_of(model):
 
 
 @pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
-def test_both_sides_are_pruned_in_this_process(with_head, activation, sparse, tmp_path):
+def test_both_sides_are_pruned_in_this_process(with_head, activation, sparse):
     model = sparse()
     model[1].activation_function = activation
     if with_head:
@@ -33,7 +36,8 @@ def test_both_sides_are_pruned_in_this_process(with_head, activation, sparse, tm
     model.max_active_dims = 100
     before = vectors_of(model)
     for target in (5, 9):
-        found = calibrate(model.train(), CORPUS, target, **BOTH)
+        with pytest.warns(UserWarning, match="no place to save thresholds"):
+            found = calibrate(model.train(), CORPUS, target, **BOTH)
         assert found.before.document_active > 100, "of whole vectors"
         assert active(model.encode_document(CORPUS)) == pytest.approx(target, rel=0.02)
     assert model.max_active_dims == 100
@@ -45,8 +49,9 @@ def test_both_sides_are_pruned_in_this_process(with_head, activation, sparse, tm
     assert torch.equal(model.encode(CORPUS).to_dense(), after[0])
     batch = model.train().preprocess(CORPUS)
     assert active(model(batch)["sentence_embedding"]) > 100, "training never prunes"
-    with pytest.warns(UserWarning, match="thresholds of `calibrate` are not saved"):
-        model.save_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match="only pruning a SpladeEncoder takes several"):
+        calibrate(model, CORPUS, (5, 9), verbose=False)
+    assert torch.equal(model.encode_document(CORPUS).to_dense(), after[0])
 
 
 @pytest.mark.parametrize("target", [9, 130])
@@ -74,3 +79,7 @@ def test_the_document_side_of_a_router_is_calibrated(with_head, sparse):
     assert active(documents) == pytest.approx(9, rel=0.02)
     assert found.after.query_active == active(queries)
     assert torch.equal(queries, before)
+    found = calibrate(model, CORPUS, 9, queries=TEXTS, query_target=2, verbose=False)
+    assert found.after.query_active == active(vectors_of(model)[1]) < found.before.query_active
+    assert calibrate(model, CORPUS, 5, method="shift", verbose=False).shift > 0
+    assert active(model.encode_document(CORPUS)) == pytest.approx(5, rel=0.02)
