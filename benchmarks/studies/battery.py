@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 named = _settings(row, arm, seed).arm
                 if results.missing(row=_alone(row), arm=named, seed=seed):
                     results.add(run(row, arm, texts, seed))
-    print(table(read(results.path), "row", "recall_10"))
+    print(table(read(results.path), ["row"], "recall_10"))
     return 0
 
 

@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name = Path(args.model).parent.name if args.model else "scratch"
             if results.missing(model=name, arm=settings.arm, **own):
                 results.add([{"model": name, **row} for row in task.run(settings)])
-    print(table(read(results.path), "model", "ndcg_10"))
+    print(table(read(results.path), ["model", "similarity", "steps"], "ndcg_10"))
     return 0
 
 

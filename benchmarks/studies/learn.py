@@ -283,9 +283,9 @@ class Results:
             print(*(value for key, value in row.items() if key not in self.common), flush=True)
 
 
-def table(rows: Sequence[Mapping[str, str]], row: str, figure: str) -> str:
-    """Return the figures by row, arm and dimensions: means over what else there is."""
-    keys = (row, "arm", "asked_query", "asked_document")
+def table(rows: Sequence[Mapping[str, str]], about: Sequence[str], figure: str) -> str:
+    """Return the figures by what a row is about, arm and dimensions: means over the rest."""
+    keys = (*about, "arm", "asked_query", "asked_document")
     shown = (figure, "query", "document", "products", "longest_list", "held_out")
     groups: dict[tuple[str, ...], list[Mapping[str, str]]] = {}
     for one in rows:

@@ -119,3 +119,18 @@ def test_rows_are_kept_and_known(tmp_path, capsys):
     rows = learn.read(path)
     assert [row["recall_10"] for row in rows] == ["0.5", "0.6"]
     assert all(rows[0][key] for key in ("git_commit", "torch", "device", "python"))
+
+
+def test_the_table_has_means_of_what_is_alike():
+    row = {"row": "a", "arm": "nothing", "asked_query": "", "asked_document": "8", "held_out": ""}
+    row |= dict.fromkeys(("query", "document", "products", "longest_list"), "2")
+    rows = [
+        row | {"recall_10": "0.5"},
+        row | {"recall_10": "0.7"},
+        row | {"row": "b", "recall_10": "1"},
+    ]
+    lines = learn.table(rows, ["row"], "recall_10").splitlines()
+    assert lines[2:] == [
+        "| a | nothing |  | 8 | 2 | 0.6 | 2 | 2 | 2 | 2 |  |",
+        "| b | nothing |  | 8 | 1 | 1 | 2 | 2 | 2 | 2 |  |",
+    ]
