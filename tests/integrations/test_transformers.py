@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from sparse_losses import Diagnostics, SpladeBatch
+from sparse_losses import Diagnostics, SpladeBatch, SpladeObjective
 from sparse_losses.integrations.transformers import TrainingState
 from tests.integrations import setting
 from tests.integrations.trainers import adamw
@@ -187,6 +187,13 @@ def test_both_sides_are_calibrated_at_the_end(tmp_path, capsys):
     for vectors, number in ((encoder.encode(documents), 6), (encoder.encode_query(queries), 4)):
         assert len(vectors.values()) / 60 == pytest.approx(number, rel=0.05)
     assert re.search(r"documents: .* -> 6", capsys.readouterr().out)
+
+
+def test_a_start_far_above_chance_is_told_at_the_first_log(tmp_path):
+    ranking = {"info_nce": (1.0, lambda batch: 50 + 0 * batch.anchor.activations.sum())}
+    objective = SpladeObjective(ranking)
+    with pytest.warns(UserWarning, match=r"starts at 50 and is 1.39 at chance: .*method=.shift"):
+        make(tmp_path, objective, max_steps=2).train()
 
 
 def test_what_cannot_be_calibrated_is_an_error_when_training_starts(tmp_path):
