@@ -12,9 +12,7 @@ from torch import Tensor
 from sparse_losses._core.activation import Activation, logits_at, weight_at
 from sparse_losses._core.checks import check_choice, check_integer, check_number, check_rows
 from sparse_losses.representation._language_model import evaluating
-from sparse_losses.representation.encoder import SpladeEncoder
 from sparse_losses.representation.encoding import batches, check_texts
-from sparse_losses.representation.head import SpladeHead
 from sparse_losses.representation.parts import SIDES
 from sparse_losses.sparsity.entries import Entries, products_limit
 from sparse_losses.sparsity.models import Adapter, Budgets, Limits, adapter_of
@@ -205,7 +203,7 @@ def calibrate(
         stack.enter_context(evaluating(model))
         for i, data in enumerate((documents, queries)[: 1 if queries is None else 2]):
             wanted = math.inf
-            if of.kind is not SpladeHead:
+            if of.takes_texts:
                 check_texts(data)
                 wanted = max(pair[i] or math.inf for pair in targets) * len(data)
             sides.append(side := Entries(SIDES[i], lowest, kept, wanted))
@@ -245,7 +243,7 @@ def calibrate(
 
 
 def _batches(of: Adapter, data: Any, batch_size: int, show_progress: bool | None) -> Iterator[Any]:
-    if of.kind is SpladeHead:
+    if not of.takes_texts:
         yield from data
         return
     bar = {"desc": "Calibrating", "delay": 10 if show_progress is None else 0}
@@ -288,7 +286,7 @@ def _targets(
     """Return the numbers of active dimensions of documents and queries, checked."""
     numbers = list(documents) if isinstance(documents, (list, tuple)) else [documents]
     others = list(queries) if isinstance(queries, (list, tuple)) else [queries] * len(numbers)
-    if len(numbers) > 1 and (is_shift or of.kind is not SpladeEncoder):
+    if len(numbers) > 1 and (is_shift or not of.takes_several):
         raise ValueError("expected one `target_active`: only pruning a SpladeEncoder takes several")
     if not numbers or len(others) != len(numbers):
         raise ValueError(f"expected a `query_target` for each of {documents}, got {queries}")

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from sparse_losses._core.activation import pruned_weights
 from sparse_losses.representation._language_model import projection_of, unwrapped
-from sparse_losses.representation.encoder import SpladeEncoder
 from sparse_losses.representation.head import SpladeHead
 from sparse_losses.representation.pooling import splade_pool
 
@@ -23,7 +22,8 @@ Budgets = dict[float, Limits]
 class Adapter(NamedTuple):
     """What ``calibrate`` needs of a model."""
 
-    kind: type
+    takes_texts: bool
+    takes_several: bool  # numbers of active dimensions
     activation: str
     vocab_size: int
     thresholds: Limits
@@ -39,7 +39,7 @@ def adapter_of(model: Any, signed: bool, stack: contextlib.ExitStack) -> Adapter
     """
     if isinstance(model, SpladeHead):
         return _of_head(model, signed, stack)
-    if isinstance(model, SpladeEncoder):
+    if hasattr(model, "budgets"):  # a SpladeEncoder, which itself imports this module
         return _of_encoder(model, signed, stack)
     return _of_sparse_encoder(model, signed, stack)
 
@@ -56,7 +56,7 @@ def _present(logits: Tensor) -> Tensor:
     return torch.where(logits == 0, -torch.inf, logits)
 
 
-def _of_encoder(encoder: SpladeEncoder, signed: bool, stack: contextlib.ExitStack) -> Adapter:
+def _of_encoder(encoder: Any, signed: bool, stack: contextlib.ExitStack) -> Adapter:
     thresholds = (encoder.document_threshold, encoder.query_threshold)
     idf, absent = encoder.idf_weights, -torch.inf if signed else 0.0
     if signed:  # the bias is added before all of these
@@ -81,7 +81,7 @@ def _of_encoder(encoder: SpladeEncoder, signed: bool, stack: contextlib.ExitStac
         return last.bias
 
     activation, size = str(encoder.activation), encoder.vocab_size
-    return Adapter(SpladeEncoder, activation, size, thresholds, read, prune, bias)
+    return Adapter(True, True, activation, size, thresholds, read, prune, bias)
 
 
 def _of_head(head: SpladeHead, signed: bool, stack: contextlib.ExitStack) -> Adapter:
@@ -104,7 +104,7 @@ def _of_head(head: SpladeHead, signed: bool, stack: contextlib.ExitStack) -> Ada
         return head.bias
 
     activation, size = str(head.activation), len(head.weight)
-    return Adapter(SpladeHead, activation, size, (None, None), read, prune, bias)
+    return Adapter(False, False, activation, size, (None, None), read, prune, bias)
 
 
 class _Pruning:
@@ -175,7 +175,7 @@ def _of_sparse_encoder(model: Any, signed: bool, stack: contextlib.ExitStack) ->
 
     size = len(projection_of(language_model).weight)
     bias = partial(_bias_of, language_model)
-    return Adapter(type(model), activation, size, thresholds, read, prune, bias)
+    return Adapter(True, False, activation, size, thresholds, read, prune, bias)
 
 
 def _document_modules(model: Any) -> tuple[Any, Any]:
