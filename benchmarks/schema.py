@@ -113,6 +113,8 @@ class Variant:
 
 def implementations(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names in the table ``IMPLEMENTATIONS`` of a function's module, if it has one."""
+    if "impl" not in inspect.signature(function).parameters:
+        return ()
     table = getattr(inspect.getmodule(function), "IMPLEMENTATIONS", ())
     return tuple(each.name for each in table)
 

@@ -69,6 +69,8 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             check_texts(texts or [])
         if (calibrate_on is None) != (calibrate_to is None):
             raise ValueError("expected `calibrate_on` with `calibrate_to`, got one of them")
+        if query_target is not None and queries is None:
+            raise ValueError("expected `queries` with `query_target`, got None")
         self.schedules, self.diagnostics, self.encoder = schedules, dict(diagnostics or {}), encoder
         self.losses = dict(loss if isinstance(loss, Mapping) else {"loss": loss or nn.Module()})
         self.calibration: Any = {"documents": calibrate_on, "target_active": calibrate_to}

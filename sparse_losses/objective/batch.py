@@ -13,6 +13,7 @@ from sparse_losses._core.similarity import normalize
 from sparse_losses.objective.teacher import Teacher, score_candidates
 
 Similarity = Literal["cosine", "dot"]
+SCORES = ("teacher_scores", "teacher_anchor_scores")
 
 
 class Texts(NamedTuple):
@@ -129,7 +130,8 @@ class SpladeBatch(NamedTuple):
             encoder: maps ``input_ids`` and ``attention_mask`` ``[N, S]`` to activations ``[N, V]``,
                 or to activations and logits. Its method ``tokenize`` is called with texts.
             columns: each side is a list of texts, or a dict of ``input_ids`` and ``attention_mask``
-                ``[B, S]``; negatives are also lists of lists, or ``[B, N, S]``.
+                ``[B, S]``; negatives are also lists of lists, or ``[B, N, S]``. Ids, scores and a
+                mask are tensors or lists.
             teacher: a ``BM25Teacher``, or another function of queries and documents, such dicts
                 (with ``texts``, if they were texts), to scores ``[Q, D]``, here of all candidates.
             score_anchors: whether the teacher also scores every anchor with every anchor.
@@ -152,6 +154,8 @@ class SpladeBatch(NamedTuple):
             vectors = output if isinstance(output, tuple) else (output,)
             activations, *logits = (x.unflatten(0, ids.shape[:-1]) for x in vectors)
             fields[side] = Texts(activations, ids, mask, *logits)
+        for name in fields.keys() & {"positive_ids", "candidate_mask", *SCORES}:
+            fields[name] = torch.as_tensor(fields[name], device=fields["anchor"].activations.device)
         return cls(**fields)
 
 

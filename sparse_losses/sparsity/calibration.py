@@ -138,7 +138,8 @@ def calibrate(
     ``"prune"`` is for a trained model: it finds a threshold for each side, and a text loses the
     dimensions whose pooled logit is not above it. A ``SpladeEncoder`` keeps and saves thresholds. A
     ``SparseEncoder`` prunes in this process and in evaluation mode alone, by the queries' threshold
-    in ``encode_query`` and else by the documents'. A ``SpladeHead`` has the documents' alone.
+    in ``encode_query`` and else by the documents'. A ``SpladeHead`` has the documents' alone. The
+    thresholds take the place of the model's ``max_active_dims``, which becomes ``None``.
 
     ``"shift"`` is for a start, before training: it subtracts a number from the bias of the
     vocabulary projection (of the importance layer with ``expansion=False``), which changes both
@@ -176,8 +177,7 @@ def calibrate(
 
     Warns:
         UserWarning: if more than half of the vocabulary is active, so that training should have
-            started sparse; if there is less than asked, or ``keep_at_least`` leaves more; if a
-            ``SparseEncoder`` is pruned, which saves no thresholds.
+            started sparse; if there is less than asked, or ``keep_at_least`` leaves more.
 
     Examples:
         >>> import torch
@@ -239,6 +239,8 @@ def calibrate(
     result = Calibration(*thresholds, before, after, shift, budgets)
     if verbose:
         print(result)
+        if not is_shift and of.takes_texts and not of.takes_several:
+            print("A SparseEncoder does not save these thresholds: calibrate again after loading.")
     return result
 
 

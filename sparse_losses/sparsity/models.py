@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -73,6 +72,8 @@ def _of_encoder(encoder: Any, signed: bool, stack: contextlib.ExitStack) -> Adap
     def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
         encoder.document_threshold, encoder.query_threshold = pair
         encoder.keep_at_least, encoder.budgets = keep_at_least, budgets
+        if pair != (None, None):
+            encoder.max_active_dims = None
 
     def bias() -> Any:
         if encoder.expansion:
@@ -167,11 +168,7 @@ def _of_sparse_encoder(model: Any, signed: bool, stack: contextlib.ExitStack) ->
     def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
         pruning.thresholds, pruning.keep_at_least = pair, keep_at_least
         if pair != (None, None):
-            warnings.warn(
-                "a SparseEncoder has no place to save thresholds, which act in this process "
-                "alone: set `max_active_dims` as well, or calibrate after loading",
-                stacklevel=3,
-            )
+            model.max_active_dims = None
 
     size = len(projection_of(language_model).weight)
     bias = partial(_bias_of, language_model)

@@ -11,7 +11,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # The missing package, what is done without it, and the extra that brings it.
 MISSING = (
-    ("safetensors", "import sparse_losses.integrations.transformers", "transformers"),
     ("transformers", "sparse_losses.SpladeEncoder.from_pretrained('x')", "transformers"),
     ("transformers", "import sparse_losses.integrations.transformers", "transformers"),
     (

@@ -26,6 +26,14 @@ def splade():
     return SpladeEncoder(*tiny_models.pair("bert"), max_length=12).eval()
 
 
+def test_lists_of_ids_and_scores_become_tensors():
+    pairs = {"anchor": column(2), "positive": column(2)}
+    lists = {"positive_ids": [3, 3], "candidate_mask": [[1, 0], [1, 1]]}
+    batch = SpladeBatch.from_columns(encoder, pairs | lists | {"teacher_scores": [[1.0, 0.5]] * 2})
+    assert (batch.positive_ids.tolist(), batch.candidate_mask.shape) == ([3, 3], (2, 2))
+    assert batch.teacher_scores.dtype == torch.float32
+
+
 @pytest.mark.parametrize("return_logits", [False, True])
 @pytest.mark.parametrize("negatives", [None, (N,), (B, N)])
 def test_columns_are_encoded_and_keep_their_shapes(negatives, return_logits):

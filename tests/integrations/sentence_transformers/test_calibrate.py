@@ -14,7 +14,6 @@ from tests.representation.tiny_models import CORPUS, TEXTS
 
 pytestmark = [
     pytest.mark.parametrize("with_head", [False, True]),
-    pytest.mark.filterwarnings("ignore:a SparseEncoder has no place"),
 ]
 BOTH = {"queries": TEXTS, "query_target": 4, "verbose": False}
 
