@@ -140,4 +140,5 @@ def negative_log_softmax(scores: Tensor, absent: Tensor) -> Tensor:
     largest, index = scores.masked_fill(absent, lowest).max(-1, keepdim=True)
     no_others, gaps = absent.scatter(-1, index, True), scores - largest
     excess = gaps.masked_fill(no_others, -torch.inf).exp().sum(-1, keepdim=True).log1p()
+    excess = excess + largest.detach().clamp(0, 0)  # a NaN shows without others, too
     return excess - gaps.masked_fill(no_others, 0.0)

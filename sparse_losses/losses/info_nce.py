@@ -202,13 +202,15 @@ def _operation_by_operation(call: Call) -> Tensor:
     for scores, is_positive, absent in scored:
         if valid is not None:
             scores = scores.masked_fill(~valid[:, None], 0.0)
+        positive = nnf.pad(is_positive, (0, scores.shape[1] - is_positive.shape[1]))
+        if isinstance(call.temperature, Tensor):  # its gradient has the scores: 0 * NaN is NaN
+            scores = scores.masked_fill(absent & ~positive, 0.0)
         scores = scores / call.temperature
         if call.positive_mask is None:
             own_scores = scores[:, 0] if not call.in_batch else diagonal(scores, call.first())
             values.append(one_positive_rows(scores, own_scores, absent, decoupled=call.decoupled))
         else:
-            is_positive = nnf.pad(is_positive, (0, scores.shape[1] - is_positive.shape[1]))
-            values.append(contrastive_rows(scores, is_positive, absent, decoupled=call.decoupled))
+            values.append(contrastive_rows(scores, positive, absent, decoupled=call.decoupled))
     mean = (values[0] + values[1]) / 2 if call.symmetric else values[0]
     return reduce(mean, call.reduction, valid, call.gather)
 

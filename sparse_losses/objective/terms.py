@@ -50,8 +50,12 @@ class Term(nn.Module):
         self.uses_scores_of_others = compute is _info_nce
         for name, value in settings.items():
             setattr(self, name, value)
-        known = torch.tensor([*map(int, check_ids("ids", ids) or ())], dtype=torch.int64)
-        self.register_buffer("token_ids", known, persistent=False)
+        known = sorted({int(token) for token in check_ids("token ids", ids) or ()})
+        if known and known[0] < 0:
+            raise ValueError(f"expected token ids >= 0, got {known[0]}")
+        self._largest_id = max(known, default=-1)
+        on_host = torch.tensor(known, dtype=torch.int64, device="cpu")
+        self.register_buffer("token_ids", on_host, persistent=False)
 
     def forward(self, batch: SpladeBatch) -> Tensor:
         """Return the loss of what it gets of a batch, or the function's value."""
@@ -66,8 +70,11 @@ class Term(nn.Module):
 
     def shown(self, activations: Tensor) -> Tensor:
         """Return activations that are 0 at ``token_ids``."""
-        hides = len(self.token_ids) > 0
-        return activations.index_fill(-1, self.token_ids, 0.0) if hides else activations
+        if len(self.token_ids) == 0:
+            return activations
+        if self._largest_id >= (vocab_size := activations.shape[-1]):
+            raise ValueError(f"expected ids below V = {vocab_size}, got {self._largest_id}")
+        return activations.index_fill(-1, self.token_ids, 0.0)
 
     def extra_repr(self) -> str:
         """Return the settings as ``name=value``."""

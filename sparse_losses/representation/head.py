@@ -308,17 +308,21 @@ class SpladeHead(LossModule):
         *,
         gate: Tensor | None = None,
         return_logits: bool = False,
+        layout: torch.layout | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the activations; the tensors are those of the function."""
+        """Return the activations; tensors and ``layout`` are those of the function."""
         hidden, bias = hidden if self.transform is None else self.transform(hidden), self.bias
         if self.logit_scale != 1.0:
             hidden = hidden * self.logit_scale
             bias = None if bias is None else bias * self.logit_scale
         weight = adapted_weight(*self._linear) if self._linear else self.weight
-        options = self.hyperparameters() | {"gate": gate, "return_logits": return_logits}
+        options = self.hyperparameters(layout=layout)
+        options |= {"gate": gate, "return_logits": return_logits}
         threshold = self.threshold
         if not self.keep_at_least or not isinstance(threshold, float):
             return splade_head(hidden, weight, bias, attention_mask, **options)
+        if options["layout"] != torch.strided:
+            raise ValueError(f"expected dense vectors to prune, got layout={options['layout']}")
         output = splade_head(hidden, weight, bias, attention_mask, **options | {"threshold": None})
         whole, logits = output if isinstance(output, tuple) else (output, None)
         options = {"activation": self.activation}

@@ -138,8 +138,9 @@ def calibrate(
     ``"prune"`` is for a trained model: it finds a threshold for each side, and a text loses the
     dimensions whose pooled logit is not above it. A ``SpladeEncoder`` keeps and saves thresholds. A
     ``SparseEncoder`` prunes in this process and in evaluation mode alone, by the queries' threshold
-    in ``encode_query`` and else by the documents'. A ``SpladeHead`` has the documents' alone. The
-    thresholds take the place of the model's ``max_active_dims``, which becomes ``None``.
+    in ``encode_query`` and else by the documents'. A ``SpladeHead`` keeps the documents' alone; the
+    queries' is returned. The thresholds take the place of the model's ``max_active_dims``, which
+    becomes ``None``.
 
     ``"shift"`` is for a start, before training: it subtracts a number from the bias of the
     vocabulary projection (of the importance layer with ``expansion=False``), which changes both

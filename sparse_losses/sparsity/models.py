@@ -86,12 +86,14 @@ def _of_encoder(encoder: Any, signed: bool, stack: contextlib.ExitStack) -> Adap
 
 
 def _of_head(head: SpladeHead, signed: bool, stack: contextlib.ExitStack) -> Adapter:
+    held = head.threshold if isinstance(head.threshold, float) else None
     _hold(stack, head, threshold=None)
     if signed:
         _hold(stack, head, softcap=None, logit_scale=1.0)
 
     def read(batch: Any, side: str) -> Tensor:
-        x: Any = head(*batch, return_logits=signed)
+        hidden, attention_mask = batch
+        x: Any = head(hidden, attention_mask, return_logits=signed, layout=torch.strided)
         return _present(x[1]) if signed else x
 
     def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
@@ -105,7 +107,7 @@ def _of_head(head: SpladeHead, signed: bool, stack: contextlib.ExitStack) -> Ada
         return head.bias
 
     activation, size = str(head.activation), len(head.weight)
-    return Adapter(False, False, activation, size, (None, None), read, prune, bias)
+    return Adapter(False, False, activation, size, (held, None), read, prune, bias)
 
 
 class _Pruning:

@@ -84,9 +84,9 @@ def bm25_scores(
     query = kept("query", query_input_ids, query_attention_mask)
     document = kept("document", document_input_ids, document_attention_mask).sort(-1).values
     counts = document != ABSENT
-    length = counts.sum(-1, keepdim=True)
+    length = counts.sum(-1, keepdim=True).float()
     first, behind = (torch.searchsorted(document, document, right=last) for last in (False, True))
-    frequency = behind - first
+    frequency = (behind - first).float()
     relative_length = 1 - b + b * length / mean_length
     # Both sides of the fraction are divided by k1 + 1: with a huge k1 they would overflow.
     saturated = frequency / (frequency / (k1 + 1) + k1 / (k1 + 1) * relative_length)

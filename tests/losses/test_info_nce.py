@@ -222,3 +222,26 @@ def test_what_is_no_candidate_hides_its_nan_from_a_decoupled_row():
     value.backward()
     assert value == 1.0
     assert scores.grad.tolist() == [[-1.0, 1.0, 0.0]]
+
+
+@pytest.mark.parametrize("options", [{}, {"decoupled": True}, {"reduction": "none"}])
+def test_a_hidden_nan_reaches_no_learned_temperature(options):
+    torch.manual_seed(0)
+    anchor, positive = torch.randn(2, 3, 4, dtype=torch.float64)
+    positive[2] = torch.nan
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 0]])
+    temperature = torch.nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+    settings = {"candidate_mask": mask, "temperature": temperature, "impl": "definition", **options}
+    value = info_nce_loss(anchor, positive, **settings).sum()
+    (slope,) = torch.autograd.grad(value, temperature)
+    assert value.isfinite()
+    assert slope.isfinite()
+    assert slope != 0
+
+
+def test_a_nan_shows_where_the_positive_is_the_only_candidate():
+    nan = torch.tensor([[torch.nan]])
+    assert info_nce_from_scores(nan, torch.ones(1, 1)).isnan()
+    pair = torch.tensor([[torch.nan, 1.0]])
+    mask = torch.tensor([[1, 0]])
+    assert info_nce_from_scores(pair, mask, candidate_mask=mask).isnan()

@@ -334,3 +334,11 @@ def test_assigned_settings_are_checked_at_the_next_call(term, name, value):
     setattr(owner if term == "distillation" else owner.loss, name, value)
     with pytest.raises(ValueError, match=rf"the term '{term}'.*{name}"):
         made(batch())
+
+
+def test_ids_that_are_no_token_of_the_vocabulary_are_refused():
+    with pytest.raises(ValueError, match="token ids >= 0, got -1"):
+        terms.flops("query", stopword_ids=[3, -1])
+    term = terms.flops("query", stopword_ids=[3, V])
+    with pytest.raises(ValueError, match=f"below V = {V}, got {V}"):
+        term(SpladeBatch(Texts(torch.rand(B, V)), Texts(torch.rand(B, V))))

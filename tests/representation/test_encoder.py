@@ -293,3 +293,11 @@ def test_encoding_prunes_by_ratio_and_by_number(tmp_path):
     again = SpladeEncoder.from_pretrained(tmp_path)
     assert again.encode(TEXTS, output="tokens") == by_both
     assert len(again.encode(TEXTS[1:2], output="tokens", max_active_dims=3)[0]) == 3
+
+
+def test_sparse_vectors_are_the_dense_ones():
+    encoder = make()
+    batch = encoder.tokenize(TEXTS)
+    sparse = encoder(**batch, layout=torch.sparse_csr)
+    assert sparse.layout == torch.sparse_csr
+    torch.testing.assert_close(sparse.to_dense(), encoder(**batch))

@@ -281,6 +281,20 @@ def test_a_dense_model_is_told_to_start_sparse():
     calibrate(make(), DOCUMENTS, 5, method="shift", **QUIET)
 
 
+def test_a_head_is_calibrated_for_documents_whatever_its_layout():
+    torch.manual_seed(0)
+    head = SpladeHead(torch.randn(30, 4), torch.zeros(30), layout=torch.sparse_csr)
+    data = [(torch.randn(5, 3, 4), torch.ones(5, 3)) for _ in range(2)]
+    assert calibrate(head, data, 5, method="shift", **QUIET).after.document_active == 5.0
+    held = calibrate(head, data, 3, **QUIET).document_threshold
+    found = calibrate(head, data, queries=data, query_target=2, **QUIET)
+    assert head.threshold == found.document_threshold == held < found.query_threshold
+    dense = torch.cat([head(*batch, layout=torch.strided) for batch in data])
+    assert (dense > 0).sum() == 30
+    with pytest.raises(ValueError, match="expected dense vectors to prune"):
+        head(*data[0])
+
+
 def test_a_side_without_a_number_keeps_its_threshold():
     encoder = make()
     encoder.calibrate(DOCUMENTS, 9, **QUIET)

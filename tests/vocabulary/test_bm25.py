@@ -152,3 +152,14 @@ def test_wrong_inputs_are_named(changes, error, message):
     }
     with pytest.raises(error, match=message):
         bm25_scores(**inputs | changes)
+
+
+def test_scores_are_fp32_whatever_the_default_dtype():
+    ids, mask, idf = torch.tensor([[1, 2]]), torch.ones(1, 2), torch.rand(4)
+    expected = bm25_scores(ids, mask, ids, mask, idf, mean_length=3.3)
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        scores = bm25_scores(ids, mask, ids, mask, idf, mean_length=3.3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(scores, expected)
