@@ -202,15 +202,17 @@ def _operation_by_operation(call: Call) -> Tensor:
     for scores, is_positive, absent in scored:
         if valid is not None:
             scores = scores.masked_fill(~valid[:, None], 0.0)
-        positive = nnf.pad(is_positive, (0, scores.shape[1] - is_positive.shape[1]))
-        if isinstance(call.temperature, Tensor):  # its gradient has the scores: 0 * NaN is NaN
-            scores = scores.masked_fill(absent & ~positive, 0.0)
+        is_learned = isinstance(call.temperature, Tensor)
+        if is_learned or call.positive_mask is not None:
+            is_positive = nnf.pad(is_positive, (0, scores.shape[1] - is_positive.shape[1]))
+        if is_learned:  # its gradient has the scores: 0 * NaN is NaN
+            scores = scores.masked_fill(absent & ~is_positive, 0.0)
         scores = scores / call.temperature
         if call.positive_mask is None:
             own_scores = scores[:, 0] if not call.in_batch else diagonal(scores, call.first())
             values.append(one_positive_rows(scores, own_scores, absent, decoupled=call.decoupled))
         else:
-            values.append(contrastive_rows(scores, positive, absent, decoupled=call.decoupled))
+            values.append(contrastive_rows(scores, is_positive, absent, decoupled=call.decoupled))
     mean = (values[0] + values[1]) / 2 if call.symmetric else values[0]
     return reduce(mean, call.reduction, valid, call.gather)
 
@@ -320,9 +322,6 @@ class InfoNCELoss(LossModule):
 
     temperature: float | Tensor
     negatives_from: NegativesFrom
-    # `SpladeObjective` may compute this loss from scores shared between terms. A subclass may
-    # compute something else, so it does not inherit this and has to set it itself.
-    takes_scores = True
 
     def __init__(
         self,
