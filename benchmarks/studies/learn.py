@@ -149,9 +149,15 @@ def shift(towers: Towers, pairs: Sequence[tuple[Tensor, Tensor]], start: float) 
 
 
 def train(
-    towers: Towers, pairs: Sequence[tuple[Tensor, Tensor]], s: Settings
+    towers: Towers,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    s: Settings,
+    besides: Callable[[Mapping[str, Tensor], Sequence[int]], Tensor] | None = None,
 ) -> tuple[dict[str, Any], Callable[[str, Rows], Tensor]]:
-    """Train; return figures of the training and the encoder in evaluation mode."""
+    """Train; return figures of the training and the encoder in evaluation mode.
+
+    ``besides`` adds a loss of the vectors of both sides and the numbers of their pairs.
+    """
     if s.start:
         shift(towers, pairs, s.start)
     modules = nn.ModuleList({id(tower): tower for tower in towers.values()}.values())
@@ -187,6 +193,8 @@ def train(
             x = {side: keep[side].train()(own) for side, own in x.items()}
         of: Any = {"temperature": s.temperature, "similarity": s.similarity}
         loss = ranking = info_nce_loss(x["query"], x["document"], **of)
+        if besides is not None:
+            loss = loss + besides(x, drawn)
         if s.acts == "gain":
             flops = flops_loss(x["document"])
             if step % 5 == 0:
