@@ -245,6 +245,7 @@ def figures_at(
     ``held_out`` counts every second document, or every ``every``-th, with the others' threshold.
     """
     in_use = (q > 0).any(0) | (d > 0).any(0)
+    in_use[0] = True  # of a dead model one dimension is left
     q, d = q[:, in_use], d[:, in_use]
     for number in dict.fromkeys([(0, 0), *points]):
         of_q, of_d = pruned(q, number[0]), pruned(d, number[1])

@@ -58,6 +58,12 @@ def test_figures_follow_their_formulas():
     assert rows[1]["held_out"] == pytest.approx(5, abs=2)
 
 
+def test_a_dead_model_has_figures_too():
+    empty = torch.zeros(4, 6)
+    whole, _ = learn.figures_at(empty, empty, [(2, 3)], lambda q, d: {})
+    assert (whole["document"], whole["products"], whole["empty"]) == (0, 0, 4)
+
+
 def test_the_gain_waits_for_the_ranking_loss_and_then_follows_the_number():
     gain = learn.Gain(target=10, gain=0.5)
     gain.update(3.0, 4.0, 2.0, lambda: 1000.0)
