@@ -10,8 +10,16 @@ import torch
 from torch import nn
 
 import sparse_losses as sl
-from benchmarks import losses
-from benchmarks.losses import NAMES, cases
+from benchmarks.losses import (
+    NAMES,
+    cases,
+    distillation,
+    idf_flops,
+    info_nce,
+    min_activation,
+    positive_activation,
+    self_reconstruction,
+)
 from benchmarks.run.launches import Launches, training_launches
 from benchmarks.schema import Maker
 from sparse_losses._core.host_copy import HostCopy
@@ -166,18 +174,18 @@ def test_frozen_hidden_states_take_no_memory_for_a_gradient():
 
 
 def plain_recommended(query, document, teacher, query_ids, document_ids, penalty):
-    return losses.info_nce.plain(query, document, temperature=1.0, similarity="dot")
+    return info_nce.plain(query, document, temperature=1.0, similarity="dot")
 
 
 def plain_v26(query, document, teacher, query_ids, document_ids, penalty):
     unit = [nn.functional.normalize(x, dim=-1) for x in (query, document)]
     return (
-        losses.info_nce.plain(query, document)
-        + losses.distillation.plain(unit[0] @ unit[1].T, teacher)
-        + losses.self_reconstruction.plain(query, *query_ids)
-        + losses.positive_activation.plain(query, *document_ids)
-        + losses.min_activation.plain(query)
-        + losses.idf_flops.plain(query, penalty)
+        info_nce.plain(query, document)
+        + distillation.plain(unit[0] @ unit[1].T, teacher)
+        + self_reconstruction.plain(query, *query_ids)
+        + positive_activation.plain(query, *document_ids)
+        + min_activation.plain(query)
+        + idf_flops.plain(query, penalty)
     )
 
 

@@ -259,14 +259,15 @@ def _agree(
 class LossModule(nn.Module):
     """Base of all loss modules: hyperparameters as plain attributes, and their repr."""
 
-    def __init__(self, function: Callable[..., Any], **hyperparameters: Any) -> None:
-        """Store the hyperparameters and check them against the function's declaration."""
+    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        """Store the hyperparameters among a constructor's arguments, its ``locals()``, checked."""
         super().__init__()
         # `loss` sets the attribute; mypy knows no attributes of functions.
         self._declaration: _Declaration = function.declaration  # type: ignore[attr-defined]
-        self._names = tuple(hyperparameters)
-        for name, value in hyperparameters.items():
-            setattr(self, name, value)
+        known = self._declaration.defaults.keys() - self._declaration.tensors.keys()
+        self._names = tuple(name for name in arguments if name in known)
+        for name in self._names:
+            setattr(self, name, arguments[name])
         self.check_hyperparameters()
 
     def register_constant(self, name: str, tensor: Tensor | None) -> None:

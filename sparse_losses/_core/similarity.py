@@ -118,7 +118,7 @@ def _cpu_norm(x: Tensor) -> Tensor | None:
         return None
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     low, high = torch.aminmax(norm)
-    return norm if low > 1e-15 and high < 1e15 else None
+    return norm if low.item() > 1e-15 and high.item() < 1e15 else None
 
 
 class HalfRows(NamedTuple):

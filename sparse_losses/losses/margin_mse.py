@@ -99,7 +99,7 @@ class MarginMSELoss(LossModule):
     """
 
     def __init__(self, *, gather: bool = False, reduction: Reduction = "mean") -> None:
-        super().__init__(margin_mse_loss, gather=gather, reduction=reduction)
+        super().__init__(margin_mse_loss, locals())
 
     def forward(
         self,

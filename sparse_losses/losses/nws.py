@@ -264,18 +264,7 @@ class NWSLoss(LossModule):
         impl: Impl = "auto",
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(
-            nws_loss,
-            alpha=alpha,
-            beta=beta,
-            temperature=temperature,
-            aggregation=aggregation,
-            decoupled=decoupled,
-            eps=eps,
-            gather=gather,
-            impl=impl,
-            reduction=reduction,
-        )
+        super().__init__(nws_loss, locals())
         check_shapes(label_similarity=(label_similarity, "L L, optional"))
         if type(label_similarity) is Tensor and label_similarity.device.type != "meta":
             check_unit_interval("label_similarity", label_similarity.cpu())

@@ -116,13 +116,8 @@ class PositiveActivationLoss(LossModule):
         gather: bool = False,
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(
-            positive_activation_loss,
-            saturating=saturating,
-            ignore_token_ids=check_ids("ignore_token_ids", ignore_token_ids),
-            gather=gather,
-            reduction=reduction,
-        )
+        ignore_token_ids = check_ids("ignore_token_ids", ignore_token_ids)
+        super().__init__(positive_activation_loss, locals())
         check_shapes(token_weight=(token_weight, "V, optional"))
         check_weights("token_weight", token_weight)
         self.register_constant("token_weight", token_weight)

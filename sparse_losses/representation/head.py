@@ -246,15 +246,7 @@ class SpladeHead(LossModule):
         sparse_grad: bool = False,
         impl: Impl = "auto",
     ) -> None:
-        super().__init__(
-            splade_head,
-            activation=activation,
-            softcap=softcap,
-            threshold=threshold,
-            layout=layout,
-            sparse_grad=sparse_grad,
-            impl=impl,
-        )
+        super().__init__(splade_head, locals())
         check_shapes(weight=(weight, "V H"), bias=(bias, "V, optional"))
         check_threshold(threshold, len(weight))
         check_number("logit_scale", logit_scale, minimum=0.0, exclusive=True)
