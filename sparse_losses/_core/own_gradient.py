@@ -13,10 +13,7 @@ Gradients = Mapping[str, Tensor | None]
 
 
 def can_bring_its_gradient(*arguments: Any) -> bool:
-    """Whether the gradient can be computed in the forward pass: eager mode, no transform.
-
-    A compiler fuses the definition; ``torch.func`` and forward-mode derivatives need it.
-    """
+    """Whether the gradient can be computed in the forward pass: eager mode, no transform."""
     return (
         not torch.compiler.is_compiling()
         and all(type(x) in (Tensor, nn.Parameter) for x in arguments if isinstance(x, Tensor))

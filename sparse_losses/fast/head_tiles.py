@@ -106,10 +106,7 @@ def dense_gradients(
 def _states(
     hidden: Tensor, attended: Tensor | None, operands: torch.dtype
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the position whose state is used at each position, and the states ``[B * S, H]``.
-
-    A masked position gets a state of the same text, or zeros where the text has none.
-    """
+    """Return whose state each position gets, itself where attended, and states ``[B * S, H]``."""
     if attended is None or attended.numel() == 0:
         return None, hidden.flatten(0, 1).to(operands)
     position = torch.arange(attended.shape[1], device=attended.device)

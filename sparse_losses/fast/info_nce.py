@@ -14,7 +14,12 @@ from torch import Tensor
 
 from sparse_losses._core.candidates import Call, Direction, directions
 from sparse_losses._core.entries import gather_matrix, scatter_matrix
-from sparse_losses._core.implementations import Arguments, Implementation, always
+from sparse_losses._core.implementations import (
+    Arguments,
+    Implementation,
+    always,
+    temperature_reason,
+)
 from sparse_losses._core.softmax import false_negative_limit, one_positive_rows_and_gradient
 from sparse_losses.distributed import sum_over_ranks
 from sparse_losses.fast.scores import Scores
@@ -136,7 +141,7 @@ def _exceeds_a_block(arguments: Arguments) -> bool:
 
 
 def _unsupported_reason(arguments: Arguments) -> str | None:
-    anchor, temperature = arguments["anchor"], arguments["temperature"]
+    anchor = arguments["anchor"]
     if arguments["positive_mask"] is not None:
         return "no `positive_mask`"
     if arguments["decoupled"]:
@@ -147,13 +152,7 @@ def _unsupported_reason(arguments: Arguments) -> str | None:
         return 'reduction="mean" or "sum"'
     if min(anchor.shape) == 0:
         return f"B and D of at least 1, got {list(anchor.shape)},"
-    limits = torch.finfo(torch.float64 if anchor.dtype == torch.float64 else torch.float32)
-    if isinstance(temperature, Tensor):
-        if temperature.device != anchor.device:
-            return f"`temperature` on {anchor.device}, where `anchor` is, got {temperature.device}"
-    elif not limits.tiny <= temperature <= limits.max:
-        return f"`temperature` from {limits.tiny:.2g} to {limits.max:.2g}, got {temperature},"
-    return None
+    return temperature_reason(arguments["temperature"], anchor)
 
 
 def _dense_unsupported_reason(arguments: Arguments) -> str | None:

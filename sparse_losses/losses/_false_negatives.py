@@ -19,11 +19,8 @@ def false_negative_mask(
 
     Candidate $c$ of row $i$ is left out if $s_{ic} > s_i + m$ or, where $s_i > 0$, if
     $s_{ic} > \rho s_i$, with the largest score $s_i$ of the row's positives, the margin $m$ and the
-    ratio $\rho$. With both, it is left out if it is above either. A candidate at the bound, a
-    positive and a NaN stay.
-
-    The scores may be those of a guide, a second model, as in GIST. ``info_nce_loss`` itself applies
-    margin and ratio to its own scores.
+    ratio $\rho$. A candidate at the bound, a positive and a NaN stay. The scores may be those of a
+    guide, a second model; ``info_nce_loss`` itself applies margin and ratio to its own.
 
     Args:
         scores: ``[B, C]`` floating, of any model; detached.

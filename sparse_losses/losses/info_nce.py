@@ -64,8 +64,7 @@ def info_nce_loss(
 
     $s_{ic}$ is the similarity of anchor $i$ and candidate $c$, $t$ the temperature. The candidates
     $C_i$ are the row's own positive, the other rows' positives (``in_batch``) and the negatives.
-    $\ell_i \ge 0$; it is computed without cancellation near 0, as
-    $\mathrm{softplus}(\log\sum_{c \ne i} e^{s_{ic}/t} - s_{ii}/t)$.
+    An easy row keeps its digits: $\mathrm{softplus}(\log\sum_{c \ne i} e^{s_{ic}/t} - s_{ii}/t)$.
 
     With ``positive_mask`` a row has several positives, and $\ell_i$ is the mean over them of the
     same term: every denominator contains all candidates, including the other positives. With
@@ -78,8 +77,8 @@ def info_nce_loss(
         negative: ``[N, D]``, shared by all rows, or ``[B, N, D]``, ``N`` for each row.
         temperature: ``t``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
         similarity: ``"cosine"`` (of the rows, normalised here) or ``"dot"``.
-        symmetric: whether to average both directions. The negatives take part in both,
-            ``positive_mask`` is transposed for the second, and a row must be valid in both.
+        symmetric: whether to average both directions: the negatives are in both, masks are
+            transposed for the second, and a row must be valid in both.
         in_batch: whether the other rows' positives are candidates.
         negatives_from: ``"document"`` stands for the other rows' positives, ``"query"`` adds the
             other anchors, ``"positive"`` adds the other positives, by their similarity to the row's
@@ -91,23 +90,21 @@ def info_nce_loss(
             positive of anchor ``i``. The diagonal is not implied. Needs ``in_batch``.
         candidate_mask: ``[B, C]`` bool, int or float 0/1; 0 leaves a candidate and its NaN out of
             the row. The columns are the ``B`` positives (without ``in_batch`` only the row's own),
-            then the ``N`` negatives. ``symmetric`` transposes the part of the positives.
+            then the ``N`` negatives.
         false_negative_margin: leaves out another row's positive whose similarity, before the
             temperature and without a gradient, is above that of the row's (largest) positive plus
             this number. ``negative`` is never left out.
         false_negative_ratio: likewise leaves it out above this number >= 0 times the similarity of
-            the row's positive, where that similarity is > 0. With both, either is enough.
+            the row's positive, where that is > 0. With both, either is enough.
         decoupled: whether to leave the positives out of the denominator.
         gather: whether all ranks' positives and shared negatives are candidates, and ``"mean"`` and
-            ``"sum"`` are over all ranks' rows, so that every rank has value and gradient of the
-            whole batch (see ``sparse_losses.distributed``). ``"none"`` returns this rank's rows.
-            Sizes must be the same on all ``W`` ranks. ``positive_mask`` is then ``[B, W B]``;
-            ``candidate_mask`` has ``W B`` positives and, of shared negatives, ``W N``.
-        impl: how the same value and gradient are computed. ``"auto"`` selects the first of these
-            that supports the call: ``"nonzeros"`` (for CSR tensors), ``"blocks"`` (some rows of the
-            scores at a time, for more than 2^21 on a CPU, 2^26 elsewhere), ``"direct"`` (all scores
-            at once) and, as under ``torch.compile`` and ``torch.func``, ``"definition"``, the
-            formula operation by operation.
+            ``"sum"`` are over all ranks' rows: value and gradient are those of the whole batch (see
+            ``sparse_losses.distributed``). Sizes must agree on all ``W`` ranks. ``positive_mask``
+            is then ``[B, W B]``; ``candidate_mask`` has ``W B`` positives, ``W N`` negatives.
+        impl: how the same value and gradient are computed. ``"auto"`` takes the first of these that
+            supports the call: ``"nonzeros"`` (for CSR tensors), ``"blocks"`` (some rows of scores
+            at a time, for more than 2^21 on a CPU, 2^26 elsewhere), ``"direct"`` (all at once) and,
+            as under ``torch.compile`` and ``torch.func``, ``"definition"``, the formula itself.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:

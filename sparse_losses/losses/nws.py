@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_shapes, check_unit_interval
-from sparse_losses._core.implementations import Arguments, Implementation, always, compute
+from sparse_losses._core.implementations import (
+    Arguments,
+    Implementation,
+    always,
+    compute,
+    temperature_reason,
+)
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.products import as_single
 from sparse_losses._core.reduction import Reduction, reduce
@@ -219,14 +225,9 @@ def _similarity(y: Tensor, y_r: Tensor, call: Call) -> Tensor:
 
 
 def _unsupported_reason(arguments: Arguments) -> str | None:
-    query, temperature = arguments["query"], arguments["temperature"]
     if arguments["reduction"] == "none":
         return 'reduction="mean" or "sum"'
-    if isinstance(temperature, Tensor) and temperature.device != query.device:
-        return f"`temperature` on {query.device}, where `query` is, got {temperature.device}"
-    if not isinstance(temperature, Tensor) and not 1e-30 <= temperature <= 1e30:
-        return f"`temperature` from 1e-30 to 1e30, got {temperature},"
-    return None
+    return temperature_reason(arguments["temperature"], arguments["query"])
 
 
 IMPLEMENTATIONS = (Implementation("direct", _unsupported_reason, always, direct_nws),)
