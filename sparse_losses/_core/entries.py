@@ -44,8 +44,7 @@ def csr_tensor(crow: Tensor, column: Tensor, values: Tensor, shape: tuple[int, .
 
 def with_values(x: Tensor, values: Tensor) -> Tensor:
     """Return a CSR tensor with the pattern of ``x``."""
-    crow, column = x.crow_indices(), x.col_indices()
-    return csr_tensor(crow, column, values, x.shape)
+    return csr_tensor(x.crow_indices(), x.col_indices(), values, x.shape)
 
 
 def values_at(x: Tensor, columns: Tensor) -> Tensor:

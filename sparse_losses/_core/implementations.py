@@ -34,15 +34,6 @@ def always(arguments: Arguments) -> bool:
     return True
 
 
-def temperature_reason(temperature: float | Tensor, data: Tensor) -> str | None:
-    """Return which temperature an own gradient needs in place of this one, or ``None``."""
-    if isinstance(temperature, Tensor):
-        where = f"`temperature` on {data.device}, where the data is, got {temperature.device}"
-        return None if temperature.device == data.device else where
-    in_range = 1e-30 <= temperature <= 1e30
-    return None if in_range else f"`temperature` from 1e-30 to 1e30, got {temperature},"
-
-
 def is_exported() -> bool:
     """Whether ``torch.export``, the ONNX exporter or ``torch.jit.trace`` records the call."""
     if not hasattr(torch.compiler, "is_exporting"):  # before PyTorch 2.7

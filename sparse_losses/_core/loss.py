@@ -22,8 +22,8 @@ dtype of the computation and is cast to it.
 - ``integer``: ids and counts; unchanged.
 - ``token ids at m``: ids in ``[0, V)`` where mask ``m`` is set; int64, 0 elsewhere.
 
-What one rank refuses is told to all that take part in the call, so whatever depends on values is
-refused here. The bodies refuse sizes and settings alone, which are the same on all ranks.
+What one rank refuses is told to all ranks of the call, so whatever depends on values is refused
+here. The bodies refuse sizes and settings alone, which are the same on all ranks.
 
 A number is declared by its bound: ``"finite"``, ``">= 0"``, ``"> 0"`` or ``"integer >= 1"``. With
 ``learnable`` after a bound it may also be a 0-d tensor of any value, which is cast. A number may be

@@ -12,10 +12,7 @@ softplus = functools.partial(nnf.softplus, threshold=50.0)
 
 
 def false_negative_limit(own: Tensor, margin: float | Tensor | None, ratio: float | None) -> Tensor:
-    """Return the score ``[B]`` above which a candidate is a false negative; NaN limits nothing.
-
-    It is the lower of ``own + margin`` and, for a positive's score ``own > 0``, ``ratio * own``.
-    """
+    """Return the score ``[B]`` above which a candidate is a false negative; NaN limits nothing."""
     limits = [] if margin is None else [own + margin]
     if ratio is not None:
         limits.append(torch.where(own > 0, own * ratio, torch.inf))
@@ -56,10 +53,7 @@ def one_positive_rows(
 def one_positive_rows_and_gradient(
     scores: Tensor, own_of: Callable[[Tensor], Tensor], dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Return ``one_positive_rows`` along ``dim``, and its gradient; absent scores are the lowest.
-
-    ``own_of`` returns a view of the positives.
-    """
+    """Return ``one_positive_rows``, and its gradient; ``own_of`` returns a view of positives."""
     log_probabilities = scores.log_softmax(dim)
     gradient = log_probabilities.exp()
     own = own_of(gradient)

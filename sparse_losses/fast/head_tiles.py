@@ -5,9 +5,8 @@ masked position gets a copy of an attended state of the same text, which cannot 
 The dense gradient scatters what comes in to these positions, in a tile of zeros; two products give
 the gradients of hidden states and weight.
 
-Halves are multiplied as halves. If the device can return such a product in fp32, the maximum is
-over fp32 scores and the gradient of the hidden states is summed in fp32. Otherwise the scores are
-rounded to halves, as in a linear layer.
+Halves are multiplied as halves. If the device can return such a product in fp32, scores and the sum
+of the hidden states' gradient are fp32. Otherwise scores are rounded, as in a linear layer.
 """
 
 from collections.abc import Iterator, Sequence

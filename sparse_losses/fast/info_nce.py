@@ -14,12 +14,8 @@ from torch import Tensor
 
 from sparse_losses._core.candidates import Call, Direction, directions
 from sparse_losses._core.entries import gather_matrix, scatter_matrix
-from sparse_losses._core.implementations import (
-    Arguments,
-    Implementation,
-    always,
-    temperature_reason,
-)
+from sparse_losses._core.implementations import Arguments, Implementation, always
+from sparse_losses._core.own_gradient import temperature_reason
 from sparse_losses._core.softmax import false_negative_limit, one_positive_rows_and_gradient
 from sparse_losses.distributed import sum_over_ranks
 from sparse_losses.fast.scores import Scores
@@ -49,9 +45,17 @@ def info_nce_and_gradients(
     # Both directions of a square matrix of scores share one product.
     is_shared = call.symmetric and call.in_batch and call.negative is None
     is_shared = is_shared and ranks == 1 and len(blocks) == 1
+    options: Any = {"temperature": call.temperature, "cosine": call.similarity == "cosine"}
+    hides_nan = valid is not None or both[0].ids is not None
+    options |= {"hides_nan": hides_nan, "own_key": not call.in_batch}
     total, values = Gradients(), []
     for direction in both[:1] if is_shared else both:
-        scores = _scores(direction, needs)
+        query, key, negative = direction.query, direction.key, call.negative
+        inputs = {query: getattr(call, query)}
+        inputs[key] = gather_matrix(getattr(call, key), call.gather and call.in_batch)
+        if negative is not None:
+            inputs["negative"] = gather_matrix(negative, call.gather and negative.ndim == 2)
+        scores = Scores(needs, inputs, **options)
         for rows in blocks:
             block = scores.block(rows)
             backward: list[Tensor] = []
@@ -73,24 +77,6 @@ def info_nce_and_gradients(
         return losses.mean(), total
     value = losses.sum()
     return (sum_over_ranks(value) if call.gather else value) * weight, total
-
-
-def _scores(direction: Direction, needs: Set[str]) -> Scores:
-    """Return what makes the scores of a direction's queries with all keys, then the negatives."""
-    call, query, key = direction.call, direction.query, direction.key
-    inputs = {query: getattr(call, query)}
-    inputs[key] = gather_matrix(getattr(call, key), call.gather and call.in_batch)
-    if call.negative is not None:
-        is_gathered = call.gather and call.negative.ndim == 2
-        inputs["negative"] = gather_matrix(call.negative, is_gathered)
-    return Scores(
-        needs,
-        inputs,
-        temperature=call.temperature,
-        cosine=call.similarity == "cosine",
-        hides_nan=direction.left_out is not None or direction.ids is not None,
-        own_key=not call.in_batch,
-    )
 
 
 def _candidates_of(

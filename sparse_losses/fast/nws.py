@@ -5,8 +5,8 @@ temperature, the gradient of a row is ``W q - w``: ``w`` are the weights of its 
 their sum, and ``q`` the shares of the denominator. References are in the order prototypes, keys,
 queue.
 
-Entries are excluded from a sum by adding ``-far`` to their score. It is finite, so that a row of
-such entries has a finite softmax, and on a CPU an addition is many times as fast as a masked fill.
+What is excluded from a sum gets ``-far`` added to its score: finite, as is then the softmax of a
+row, and on a CPU an addition is many times as fast as a masked fill.
 """
 
 import functools
@@ -228,10 +228,10 @@ def _rows(
 def largest_of_labels(values: Tensor, labels: Tensor) -> Tensor:
     """Return the largest of ``values [M, L]``, at least 0, among the labels of each row ``[N, L]``.
 
-    A matrix product avoids the tensor ``[M, N, L]``. Each label is encoded as a power of four by
-    the rank of its value. The logarithm of a sum of such powers gives the largest, as all smaller
-    ones add up to a third of it. A block has as many labels as there are powers.
+    A matrix product avoids ``[M, N, L]``: each label is a power of four, by the rank of its value.
     """
+    # The logarithm of a sum of powers gives the largest, as all smaller ones add up to a third of
+    # it. A block has as many labels as there are powers.
     top = TOP_POWER[values.dtype]
     blocks = []
     parts = torch.split(values, 2 * top, dim=-1), torch.split(labels, 2 * top, dim=-1)

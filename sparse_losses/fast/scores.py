@@ -46,8 +46,8 @@ class Scores:
             queries are, or dense ``[B, N, D]``, of each query its own.
         temperature: divisor of the scores.
         cosine: whether to normalise the rows.
-        hides_nan: whether rows that are not finite are kept out of the products, and only their
-            scores are NaN. (The caller may overwrite those; 0 * NaN would reach a gradient.)
+        hides_nan: whether only the scores of rows that are not finite are NaN: 0 * NaN would
+            otherwise reach the gradient of what the caller masks.
         own_key: whether of the first candidates each query has that of its row alone.
     """
 
@@ -63,16 +63,24 @@ class Scores:
     ) -> None:
         self.needs, self.temperature, inputs = needs, temperature, dict(inputs)
         self.query, *self.candidates = inputs
-        self.own_key = self.candidates[0] if own_key else None
         self.is_sparse = any(x.layout != torch.strided for x in inputs.values())
-        if self.own_key is not None and not self.is_sparse:
-            inputs[self.own_key] = inputs[self.own_key][:, None]
+        # CSR rows cannot be multiplied in pairs: the diagonal of all their products counts.
+        self.paired = self.candidates[0] if own_key and not self.is_sparse else None
+        self.square = self.candidates[0] if own_key and self.is_sparse else None
+        if self.paired is not None:
+            inputs[self.paired] = inputs[self.paired][:, None]
         self.is_nan: dict[str, Tensor] = {}
         # A product skips the zeros of CSR rows, which are NaN times NaN.
         if hides_nan or self.is_sparse:
             for name, x in inputs.items():
                 inputs[name], self.is_nan[name] = finite_rows(x)
-        self.rows = dict(zip(inputs, _as_rows(cosine, *inputs.values()), strict=True))
+        if not cosine:
+            rows = [_Rows(x) for x in inputs.values()]
+        elif inputs[self.query].dtype in HALVES:
+            rows = [_Rows(*scaled) for scaled in half_rows(*inputs.values())]
+        else:
+            rows = [_Rows(unit, None, inverse) for unit, inverse in map(unit_rows, inputs.values())]
+        self.rows = dict(zip(inputs, rows, strict=True))
         self.sizes = [inputs[name].shape[-2] for name in self.candidates]
         self.sizes[0] = 1 if own_key else self.sizes[0]
         self.back = self.rows
@@ -109,11 +117,7 @@ class Scores:
             is_nan = None if is_nan is None else is_nan[rows]
         scores = scores if norm is None else scores.div_(norm)
         scores = scores if is_nan is None else scores.masked_fill_(is_nan, torch.nan)
-        return scores.diagonal()[:, None] if self._is_square(name) else scores
-
-    def _is_square(self, name: str) -> bool:
-        """Whether of the products the diagonal counts: CSR rows cannot be multiplied in pairs."""
-        return self.is_sparse and name == self.own_key
+        return scores.diagonal()[:, None] if name == self.square else scores
 
     def backward(self, rows: slice, gradient: Tensor) -> None:
         """Add the gradient of some scores before the temperature; may overwrite it."""
@@ -125,8 +129,12 @@ class Scores:
         for name, part in zip(self.candidates, parts, strict=True):
             values, norm, _ = self.back[name]
             if values.ndim == 2:
-                part = torch.diag(part[:, 0]) if self._is_square(name) else part
-                part = _as_operand(part, None if norm is None else norm.T, values.dtype)
+                part = torch.diag(part[:, 0]) if name == self.square else part
+                if norm is None:
+                    part = part.to(values.dtype)
+                else:  # one launch for the quotient and its dtype
+                    operand = torch.empty_like(part, dtype=values.dtype)
+                    part = torch.div(part, norm.T, out=operand)
                 if name in self.needs:
                     self.totals[name] = add_product(values, self.totals.get(name), part.T, query)
                 if needs_query:
@@ -158,22 +166,6 @@ class Scores:
                 found[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
         for name in found.keys() - {"temperature"}:
             found[name] = self.back[name].gradient(found[name])
-        if self.own_key in found and not self.is_sparse:
-            found[self.own_key] = found[self.own_key].squeeze(1)
+        if self.paired in found:
+            found[self.paired] = found[self.paired].squeeze(1)
         return found
-
-
-def _as_rows(cosine: bool, *inputs: Tensor) -> list[_Rows]:
-    """Return unit rows if ``cosine``; for halves the scaled rows and their norms."""
-    if not cosine:
-        return [_Rows(x) for x in inputs]
-    if inputs[0].dtype in HALVES:
-        return [_Rows(*rows) for rows in half_rows(*inputs)]
-    return [_Rows(unit, None, inverse) for unit, inverse in map(unit_rows, inputs)]
-
-
-def _as_operand(gradient: Tensor, norm: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the gradient ``[c, K]`` divided by the keys' norms, in the dtype of the product."""
-    if norm is None:
-        return gradient.to(dtype)
-    return torch.div(gradient, norm, out=torch.empty_like(gradient, dtype=dtype))

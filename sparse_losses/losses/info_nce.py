@@ -169,10 +169,13 @@ def _definition(**arguments: Any) -> Tensor:
 
 def _scored(call: Call) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return of each direction the scores, the positives ``[B, K]`` and what is no negative."""
-    own, (rows, keys) = _own_keys(call), _vectors(call)
+    (rows, keys), every = _vectors(call), slice(0, len(call.anchor))
+    place = torch.arange(call.first(), call.first() + len(call.anchor), device=call.anchor.device)
+    own = place[:, None] == torch.arange(call.num_keys(), device=place.device)
+    own = own if call.in_batch else torch.ones_like(own)
     sources = {"query": "anchor", "positive": "positive"}
     more = [_products(rows[x], keys[x]) for s, x in sources.items() if s in call.negatives_from]
-    bounds, every = (call.false_negative_margin, call.false_negative_ratio), slice(0, len(own))
+    bounds = call.false_negative_margin, call.false_negative_ratio
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     of_keys = call.anchor
     for direction in directions(call):
@@ -201,22 +204,12 @@ def _scored(call: Call) -> list[tuple[Tensor, Tensor, Tensor]]:
     return found
 
 
-def _own_keys(call: Call) -> Tensor:
-    """Mask ``[B, K]`` of each row's own positive."""
-    own = torch.arange(call.first(), call.first() + len(call.anchor), device=call.anchor.device)
-    if not call.in_batch:
-        return torch.ones_like(own, dtype=torch.bool)[:, None]
-    return own[:, None] == torch.arange(call.num_keys(), device=own.device)
-
-
 Vectors = tuple[Tensor, Tensor | None]  # and which of them stand for vectors that are not finite
 
 
 def _vectors(call: Call) -> tuple[dict[str, Vectors], dict[str, Vectors]]:
-    """Return what is multiplied: this rank's rows, and as keys the sides and the negatives.
-
-    What masks and ids leave out may be NaN, which must not reach a gradient: it is replaced by 0.
-    """
+    """Return what is multiplied: this rank's rows, and as keys the sides and the negatives."""
+    # What masks and ids leave out may be NaN, which must not reach a gradient: 0 replaces it.
     options = call.positive_ids, call.positive_mask, call.candidate_mask
     hides_nan = call.decoupled or any(option is not None for option in options)
 
@@ -251,14 +244,10 @@ def _products(query: Vectors, key: Vectors) -> Tensor:
 def _check(call: Call) -> None:
     """Raise for options that do not go together, and masks that do not fit the candidates."""
     if not call.in_batch:
-        if call.positive_mask is not None:
+        if call.positive_mask is not None or set(call.negatives_from) != {"document"}:
             raise ValueError(
-                "expected `positive_mask` only with `in_batch=True`, got in_batch=False"
-            )
-        if set(call.negatives_from) != {"document"}:
-            raise ValueError(
-                'expected `negatives_from` to be ("document",) with in_batch=False, '
-                f"got {call.negatives_from!r}"
+                "expected in_batch=True with `positive_mask`, and with `negatives_from` other than "
+                '("document",), got in_batch=False'
             )
         if call.num_negatives() == 0:
             raise ValueError("expected `negative` with in_batch=False, got no other candidates")
@@ -319,15 +308,10 @@ class InfoNCELoss(LossModule):
         impl: Impl | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        return info_nce_loss(
-            anchor,
-            positive,
-            negative,
-            positive_ids=positive_ids,
-            positive_mask=positive_mask,
-            candidate_mask=candidate_mask,
-            **self.hyperparameters(gather=gather, impl=impl),
-        )
+        options = self.hyperparameters(gather=gather, impl=impl)
+        options |= {"positive_ids": positive_ids, "positive_mask": positive_mask}
+        options["candidate_mask"] = candidate_mask
+        return info_nce_loss(anchor, positive, negative, **options)
 
 
 @loss(
@@ -434,3 +418,61 @@ class InfoNCEFromScoresLoss(LossModule):
         """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather)
         return info_nce_from_scores(scores, positive_mask, candidate_mask=candidate_mask, **options)
+
+
+@loss(scores="B C, detached", positive_mask="B C, mask, optional", margin="finite", ratio=">= 0")
+def false_negative_mask(
+    scores: Tensor,
+    positive_mask: Tensor | None = None,
+    *,
+    margin: float | None = None,
+    ratio: float | None = None,
+) -> Tensor:
+    r"""Mask that leaves out candidates that score too high to be negatives.
+
+    Candidate $c$ of row $i$ is left out if $s_{ic} > s_i + m$ or, where $s_i > 0$, if
+    $s_{ic} > \rho s_i$, with the largest score $s_i$ of the row's positives, the margin $m$ and the
+    ratio $\rho$. A candidate at the bound, a positive and a NaN stay. The scores may be those of a
+    guide, a second model; ``info_nce_loss`` itself applies margin and ratio to its own.
+
+    Args:
+        scores: ``[B, C]`` floating, of any model; detached.
+        positive_mask: ``[B, C]`` bool, int or float 0/1; by default the diagonal of square scores.
+            A row without a positive keeps all candidates.
+        margin: ``m``, finite, in units of the scores.
+        ratio: ``rho``, >= 0.
+
+    Returns:
+        ``[B, C]`` bool, False for candidates that are left out: a ``candidate_mask`` for a loss.
+
+    Raises:
+        ValueError: for wrong shapes or bounds, without any bound, or without ``positive_mask`` if
+            the scores are not square.
+        TypeError: for wrong dtypes.
+
+    Examples:
+        >>> import torch
+        >>> from sparse_losses.functional import false_negative_mask
+        >>> guide = torch.tensor([[0.8, 0.95, 0.1], [0.2, 0.9, 0.7], [0.0, 0.6, 0.5]])
+        >>> false_negative_mask(guide, margin=0.1)
+        tensor([[ True, False,  True],
+                [ True,  True,  True],
+                [ True,  True,  True]])
+
+    References:
+        GISTEmbed: Guided In-sample Selection of Training Negatives. NV-Retriever: Improving text
+        embedding models with effective hard-negative mining (``ratio``). Qwen3 Embedding
+        (``margin``).
+    """
+    if margin is None and ratio is None:
+        raise ValueError("expected `margin` or `ratio`, got neither")
+    rows, columns = scores.shape
+    if positive_mask is None:
+        if rows != columns:
+            raise ValueError(
+                "expected `positive_mask` unless `scores` are square, "
+                f"got `scores` of shape {list(scores.shape)}"
+            )
+        positive_mask = torch.eye(rows, dtype=torch.bool, device=scores.device)
+    limit = false_negative_limit(largest_positive(scores, positive_mask), margin, ratio)
+    return ~(scores > limit[:, None]) | positive_mask

@@ -112,11 +112,9 @@ class MarginMSELoss(LossModule):
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        return margin_mse_loss(
-            student_positive,
-            student_negative,
-            teacher_positive,
-            teacher_negative,
-            candidate_mask=candidate_mask,
-            **self.hyperparameters(gather=gather),
+        student, teacher = (
+            (student_positive, student_negative),
+            (teacher_positive, teacher_negative),
         )
+        options = self.hyperparameters(gather=gather) | {"candidate_mask": candidate_mask}
+        return margin_mse_loss(*student, *teacher, **options)

@@ -8,12 +8,7 @@ from sparse_losses._core.entries import values_at
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce_means
 from sparse_losses._core.softmax import softplus
-from sparse_losses._core.token_ids import (
-    TokenIds,
-    check_ids,
-    first_occurrences,
-    id_mask,
-)
+from sparse_losses._core.token_ids import TokenIds, check_ids, first_occurrences, id_mask
 
 
 @loss(
@@ -131,10 +126,8 @@ class PositiveActivationLoss(LossModule):
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        return positive_activation_loss(
-            activations,
-            positive_input_ids,
-            positive_attention_mask,
-            self.token_weight,
-            **self.hyperparameters(gather=gather),
+        text, options = (
+            (positive_input_ids, positive_attention_mask),
+            self.hyperparameters(gather=gather),
         )
+        return positive_activation_loss(activations, *text, self.token_weight, **options)
