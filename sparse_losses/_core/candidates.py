@@ -61,13 +61,13 @@ class Direction(NamedTuple):
         return scores.diagonal(start + self.call.first()) if self.call.in_batch else scores[:, 0]
 
     def excluded(self, scores: Tensor, limit: Tensor | None, rows: slice) -> Tensor | None:
-        """Mask ``[c, K]`` of what a limit on the scores, ids or ``candidate_mask`` exclude."""
-        masks = [] if limit is None else [scores.detach() > limit]
+        """Mask ``[c, K]`` of the keys that a limit of scores, ids or ``candidate_mask`` exclude."""
+        num_keys, first = self.call.num_keys(), self.call.first()
+        masks = [] if limit is None else [scores.detach()[:, :num_keys] > limit]
         if self.ids is not None:
-            first = self.call.first()
             masks.append(self.ids[first + rows.start : first + rows.stop, None] == self.ids)
         if self.left_out is not None:
-            masks.append(self.left_out[rows, : self.call.num_keys()])
+            masks.append(self.left_out[rows, :num_keys])
         return functools.reduce(torch.logical_or, masks) if masks else None
 
 

@@ -88,14 +88,15 @@ def _candidates_of(
     """
     call, num_keys = direction.call, direction.call.num_keys()
     margin, ratio = call.false_negative_margin, call.false_negative_ratio
-    limit, lowest = None, torch.finfo(block.dtype).min
+    limit = None
     if margin is not None or ratio is not None:
         scaled = None if margin is None else margin / call.temperature  # as the scores are
         limit = false_negative_limit(direction.own(block, rows.start), scaled, ratio).unsqueeze(dim)
-    excluded = direction.excluded(block[:, :num_keys], limit, rows)
+    excluded = direction.excluded(block, limit, rows)
     if excluded is None:
         return block
-    own, block = direction.own(block, rows.start).clone(), block if dim == 1 else block.clone()
+    own, lowest = direction.own(block, rows.start).clone(), torch.finfo(block.dtype).min
+    block = block if dim == 1 else block.clone()
     block[:, :num_keys].masked_fill_(excluded, lowest)
     if valid is not None and direction.left_out is not None:
         block[:, num_keys:].masked_fill_(direction.left_out[rows, num_keys:], lowest)
