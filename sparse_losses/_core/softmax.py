@@ -39,10 +39,7 @@ def diagonal(scores: Tensor, first: int = 0) -> Tensor:
 def one_positive_rows(
     scores: Tensor, own: Tensor, absent: Tensor | None, *, decoupled: bool = False
 ) -> Tensor:
-    """Return InfoNCE per row, of a positive's score ``own [B]`` and negatives that are not absent.
-
-    With ``decoupled`` the denominator has no positive.
-    """
+    """Return InfoNCE per row, of a positive's score ``own [B]`` and the negatives not absent."""
     # The log-sum-exp is of differences: large scores that differ little keep their digits.
     shift = own.detach()
     # The last difference is 0. It has the gradient of the positive, and its NaN.
@@ -79,10 +76,7 @@ def softmax_and_logsumexp(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 def contrastive_rows(
     scores: Tensor, is_positive: Tensor, absent: Tensor, *, decoupled: bool = False
 ) -> Tensor:
-    """Return InfoNCE per row of ``scores [B, C]``: the mean over the row's positives.
-
-    ``absent`` marks what is no negative. With ``decoupled`` the denominator has no positives.
-    """
+    """Return InfoNCE per row, the mean over its positives; ``absent`` marks what is no negative."""
     other = absent & ~is_positive  # neither
     if decoupled:
         if scores.shape[-1]:

@@ -20,12 +20,10 @@ from sparse_losses._core.softmax import false_negative_limit, one_positive_rows_
 from sparse_losses.distributed import sum_over_ranks
 from sparse_losses.fast.scores import Scores
 
-Gradients = dict[str, Tensor]
-
 
 def info_nce_and_gradients(
     needs: Set[str], *, in_blocks: bool = False, **arguments: Any
-) -> tuple[Tensor, Gradients]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return value and gradients of InfoNCE; all scores are held, or those of a block of rows.
 
     With ``gather`` this rank's rows are the queries and all ranks' rows the keys. DDP divides
@@ -48,7 +46,8 @@ def info_nce_and_gradients(
     options: Any = {"temperature": call.temperature, "cosine": call.similarity == "cosine"}
     hides_nan = valid is not None or both[0].ids is not None
     options |= {"hides_nan": hides_nan, "own_key": not call.in_batch}
-    total, values = Gradients(), []
+    total: dict[str, Tensor] = {}
+    values: list[Tensor] = []
     for direction in both[:1] if is_shared else both:
         query, key, negative = direction.query, direction.key, call.negative
         inputs = {query: getattr(call, query)}
