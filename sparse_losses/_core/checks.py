@@ -36,7 +36,7 @@ def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
 def check_tensors(
     declaration: Mapping[str, Declared], arguments: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Check tensors, all on one device; return the size of each dimension, set by the first."""
+    """Check tensors, all on one device; return the size of each dimension, which the first sets."""
     sizes: dict[str, int] = {}
     first: dict[str, str] = {}
     owner, one = "", None

@@ -112,9 +112,6 @@ class MarginMSELoss(LossModule):
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        student, teacher = (
-            (student_positive, student_negative),
-            (teacher_positive, teacher_negative),
-        )
+        tensors = student_positive, student_negative, teacher_positive, teacher_negative
         options = self.hyperparameters(gather=gather) | {"candidate_mask": candidate_mask}
-        return margin_mse_loss(*student, *teacher, **options)
+        return margin_mse_loss(*tensors, **options)

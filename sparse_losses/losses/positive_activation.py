@@ -126,8 +126,6 @@ class PositiveActivationLoss(LossModule):
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        text, options = (
-            (positive_input_ids, positive_attention_mask),
-            self.hyperparameters(gather=gather),
-        )
+        text = positive_input_ids, positive_attention_mask
+        options = self.hyperparameters(gather=gather)
         return positive_activation_loss(activations, *text, self.token_weight, **options)
