@@ -1,7 +1,6 @@
 """PyTorch losses for learned sparse retrievers and contrastive encoders."""
 
 from sparse_losses._core.implementations import explain
-from sparse_losses.losses._false_negatives import false_negative_mask
 from sparse_losses.losses._mix_teachers import mix_teachers
 from sparse_losses.losses._mutual_information import mutual_information_lower_bound
 from sparse_losses.losses.distillation import DistillationLoss, distillation_loss
@@ -10,6 +9,7 @@ from sparse_losses.losses.idf_flops import IdfFlopsLoss, idf_flops_loss
 from sparse_losses.losses.info_nce import (
     InfoNCEFromScoresLoss,
     InfoNCELoss,
+    false_negative_mask,
     info_nce_from_scores,
     info_nce_loss,
 )

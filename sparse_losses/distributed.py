@@ -1,9 +1,8 @@
 """Gathers and sums over the ranks of a process group, with exact gradients.
 
-The gradient of gathered rows is the sum of the gradients from all ranks that used them, so the
-gradient of the sum of all ranks' losses is exact. If all W ranks compute the same loss, that sum is
-W times the loss, and DistributedDataParallel divides by W when it averages gradients: the result is
-the gradient of one process with the whole batch.
+The gradient of gathered rows is the sum of the gradients of all ranks that used them: that of the
+sum of all ranks' losses. If all W ranks compute the same loss, it is W times the loss's, and
+DistributedDataParallel divides by W: the gradient of one process with the whole batch.
 """
 
 import hashlib
@@ -83,12 +82,8 @@ def maximum_over_ranks(x: Tensor) -> Tensor:
 def agree_across_ranks(call: str, gather: object, *data: Tensor | None, **values: object) -> bool:
     """Return whether other ranks take part in a call with ``gather``; if so, check their values.
 
-    ``values`` must be equal on all ranks, as must the width of the widest dtype. One number per
-    rank is exchanged, a hash, and the values only if hashes differ. Compiled code compares nothing.
-
-    Raises:
-        TypeError: for a ``gather`` that is no bool.
-        ValueError: on every rank, if the ranks have different values or are in different calls.
+    ``values`` and the width of the widest dtype must be equal on all ranks, or every rank raises.
+    A hash is exchanged, and values only if hashes differ. Compiled code compares nothing.
     """
     if not isinstance(gather, bool):
         raise TypeError(f"expected `gather` to be True or False, got {gather!r}")

@@ -1,13 +1,12 @@
 """All functions of the package: ``import sparse_losses.functional as F``."""
 
 from sparse_losses._core.implementations import explain
-from sparse_losses.losses._false_negatives import false_negative_mask
 from sparse_losses.losses._mix_teachers import mix_teachers
 from sparse_losses.losses._mutual_information import mutual_information_lower_bound
 from sparse_losses.losses.distillation import distillation_loss
 from sparse_losses.losses.flops import flops_loss
 from sparse_losses.losses.idf_flops import idf_flops_loss
-from sparse_losses.losses.info_nce import info_nce_from_scores, info_nce_loss
+from sparse_losses.losses.info_nce import false_negative_mask, info_nce_from_scores, info_nce_loss
 from sparse_losses.losses.language_penalty import language_penalty_loss
 from sparse_losses.losses.margin_mse import margin_mse_loss
 from sparse_losses.losses.masked_logit_mse import masked_logit_mse_loss

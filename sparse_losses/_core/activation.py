@@ -24,9 +24,7 @@ def splade_activation(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the activations and, if requested, the pooled logits after the gate, ``[B, V]``.
 
-    ``logits`` are the maxima ``[B, V]`` with their bias, and may be overwritten. Soft cap,
-    threshold and activation are monotone, so they come after the maximum. Both results are 0 and
-    have no gradient where ``absent``, a mask that broadcasts to ``[B, V]``, is true.
+    ``logits``, the maxima, may be overwritten. Both results are 0 without a gradient where absent.
     """
     if softcap is not None:
         logits = softcap * (logits / softcap).tanh()
@@ -85,8 +83,7 @@ def pruned_weights(
 ) -> Tensor:
     """Return the weights whose pooled logit is above ``threshold``, 0 in place of the others.
 
-    The ``keep_at_least`` largest of a row, among the dimensions that are ``counted`` (a mask
-    ``[V]``), always stay, so that no text becomes empty.
+    The ``keep_at_least`` largest of a row that are ``counted [V]`` stay: no text becomes empty.
     """
     is_kept = ~(weights <= weight_at(threshold, activation))  # a NaN stays
     if keep_at_least:
@@ -109,10 +106,7 @@ def check_threshold(threshold: float | Tensor | None, vocab_size: int) -> None:
 
 
 def gated_logits(logits: Tensor, gate: Tensor) -> Tensor:
-    """Return ``gate * logits``, where a forbidden token (logit -inf) stays -inf at any gate.
-
-    A plain product would be NaN at gate 0, in the value and in the gradient of the gate.
-    """
+    """Return ``gate * logits``; a logit of -inf stays -inf at gate 0, where a product is NaN."""
     is_forbidden = logits == -torch.inf
     gated = gate * torch.where(is_forbidden, torch.finfo(logits.dtype).min, logits)
     return torch.where(is_forbidden & ~gate.isnan(), -torch.inf, gated)

@@ -1,5 +1,6 @@
 """The candidates of InfoNCE and N-pair, and which of them are no negatives."""
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -36,22 +37,17 @@ class Call(NamedTuple):
         """The number of keys of a query: the positives of the batch, or its own."""
         return len(self.anchor) * self.ranks() if self.in_batch else 1
 
+    def num_negatives(self) -> int:
+        """The number of negatives of a query on this rank."""
+        return 0 if self.negative is None else self.negative.shape[-2]
+
     def first(self) -> int:
         """The key that is the positive of this rank's first query."""
         return rank() * len(self.anchor) if self.gather else 0
 
-    def bounds(self) -> tuple[float | None, float | None]:
-        """Margin and ratio of false negatives."""
-        return self.false_negative_margin, self.false_negative_ratio
-
-
-def number_of(negative: Tensor | None) -> int:
-    """Return the number of negatives of a row."""
-    return 0 if negative is None else negative.shape[-2]
-
 
 class Direction(NamedTuple):
-    """Queries, their keys, and which of these and of the negatives are no negatives."""
+    """Queries, their keys, and which of these and of the negatives are no candidates."""
 
     call: Call
     query: str
@@ -64,18 +60,15 @@ class Direction(NamedTuple):
         """Return a view of the scores of the own positives of some rows from ``start`` on."""
         return scores.diagonal(start + self.call.first()) if self.call.in_batch else scores[:, 0]
 
-    def excluded_keys(self, rows: slice) -> Tensor | None:
-        """Mask ``[c, K]`` of what ids and ``candidate_mask`` exclude, or ``None``."""
-        left_out = None if self.left_out is None else self.left_out[rows, : self.call.num_keys()]
-        if self.ids is None:
-            return left_out
-        first = self.call.first()
-        same = self.ids[first + rows.start : first + rows.stop, None] == self.ids
-        return same if left_out is None else same | left_out
-
-    def left_out_negatives(self, rows: slice) -> Tensor | None:
-        """Mask ``[c, N]`` of the negatives that ``candidate_mask`` leaves out."""
-        return None if self.left_out is None else self.left_out[rows, self.call.num_keys() :]
+    def excluded(self, scores: Tensor, limit: Tensor | None, rows: slice) -> Tensor | None:
+        """Mask ``[c, K]`` of the keys that a limit of scores, ids or ``candidate_mask`` exclude."""
+        num_keys, first = self.call.num_keys(), self.call.first()
+        masks = [] if limit is None else [scores.detach()[:, :num_keys] > limit]
+        if self.ids is not None:
+            masks.append(self.ids[first + rows.start : first + rows.stop, None] == self.ids)
+        if self.left_out is not None:
+            masks.append(self.left_out[rows, :num_keys])
+        return functools.reduce(torch.logical_or, masks) if masks else None
 
 
 def directions(call: Call) -> list[Direction]:
@@ -91,7 +84,7 @@ def directions(call: Call) -> list[Direction]:
         if left_out is not None and call.in_batch:
             pairs, rest = left_out.tensor_split([call.num_keys()], dim=1)
             left_out = torch.cat([_reversed(pairs, call), rest], dim=1)
-        found += [Direction(call, "positive", "anchor", positives, ids, left_out)]
+        found.append(Direction(call, "positive", "anchor", positives, ids, left_out))
     return found
 
 

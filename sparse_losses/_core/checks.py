@@ -36,11 +36,7 @@ def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
 def check_tensors(
     declaration: Mapping[str, Declared], arguments: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Check tensors against their declarations; return the size of each named dimension.
-
-    The first tensor with a dimension sets its size. Only ``optional`` tensors may be ``None``, only
-    ``csr`` ones may be sparse. All tensors must be on one device.
-    """
+    """Check tensors, all on one device; return the size of each dimension, which the first sets."""
     sizes: dict[str, int] = {}
     first: dict[str, str] = {}
     owner, one = "", None

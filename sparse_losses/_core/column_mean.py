@@ -17,9 +17,8 @@ def mean_and_square(
 ) -> tuple[Tensor, Tensor]:
     """Return the column means ``[V]`` of ``x [B, V]`` and an estimate of their squares.
 
-    With ``gather`` the means are over the rows of all ranks; only column sums are exchanged. Rows
-    with at most ``threshold`` entries other than 0 count as rows of zeros. An unbiased estimate
-    needs two rows.
+    With ``gather`` only column sums are exchanged. Rows with at most ``threshold`` entries other
+    than 0 count as rows of zeros.
     """
     num_rows, vocab_size = x.shape
     count = num_rows * (num_ranks() if gather else 1)

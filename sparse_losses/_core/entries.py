@@ -35,7 +35,7 @@ def entries_of(x: Tensor) -> Entries:
     return Entries(value, row, x.col_indices())
 
 
-def _csr(crow: Tensor, column: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+def csr_tensor(crow: Tensor, column: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a CSR tensor where its values are, whatever the default device."""
     return torch.sparse_csr_tensor(
         crow, column, values, shape, device=values.device, check_invariants=False
@@ -44,8 +44,7 @@ def _csr(crow: Tensor, column: Tensor, values: Tensor, shape: tuple[int, ...]) -
 
 def with_values(x: Tensor, values: Tensor) -> Tensor:
     """Return a CSR tensor with the pattern of ``x``."""
-    crow, column = x.crow_indices(), x.col_indices()
-    return _csr(crow, column, values, x.shape)
+    return csr_tensor(x.crow_indices(), x.col_indices(), values, x.shape)
 
 
 def values_at(x: Tensor, columns: Tensor) -> Tensor:
@@ -85,7 +84,7 @@ def gather_matrix(x: Tensor, gather: bool) -> Tensor:
     crow = nnf.pad(counts.cumsum(0), (1, 0)).to(x.crow_indices().dtype)
     shape = (len(counts), x.shape[1])
     column, value = gathered(x.col_indices()), gathered(x.values())
-    return _csr(crow, column, value, shape)
+    return csr_tensor(crow, column, value, shape)
 
 
 def scatter_matrix(gradient: Tensor, own: Tensor) -> Tensor:

@@ -6,11 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def from_extra(extra: str) -> Iterator[None]:
-    """Context manager for imports of packages that belong to the extra ``extra``.
-
-    Raises:
-        ModuleNotFoundError: if a package is missing; the message names the extra.
-    """
+    """Context manager for imports of packages that belong to the extra ``extra``."""
     try:
         yield
     except ModuleNotFoundError as error:

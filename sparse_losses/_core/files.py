@@ -15,13 +15,8 @@ import numpy as np
 def replaced_file(path: str | os.PathLike[str], *, text: bool = False) -> Iterator[IO[Any]]:
     """Open a temporary file beside ``path`` that replaces it once it is written to disk.
 
-    After an error, such as a full disk, the old file is unchanged and the temporary one is removed.
-    A killed process leaves it behind as ``.NAME.`` and 32 digits. With two writers the last one
-    wins. If ``path`` is a symbolic link, its target is replaced. Text is UTF-8; its line ends are
-    written as they are.
-
-    Raises:
-        ValueError: if ``path`` exists and is not a regular file.
+    After an error the old file is unchanged and the temporary one removed; a killed process leaves
+    it behind. Of a symbolic link the target is replaced. Text is UTF-8, its line ends unchanged.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():  # root would replace /dev/null for everybody

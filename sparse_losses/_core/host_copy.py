@@ -19,13 +19,8 @@ def can_copy(tensor: Tensor) -> bool:
 class HostCopy(Generic[T]):
     """The present values of a tensor, copied to the host while the device continues to work.
 
-    A CPU tensor is cloned at once. A tensor on an accelerator is copied into pinned memory without
-    a wait and read some steps later. By then the device has usually finished the copy; if not, it
-    has enough work queued after the copy to stay busy while the host waits.
-
-    Args:
-        tensor: the tensor to copy; it may be overwritten afterwards.
-        make: converts the values, a CPU tensor, to the result of ``read``.
+    Read some steps later, they usually have come; if not, the device has work queued after the copy
+    to stay busy while the host waits. ``make`` converts them to the result of ``read``.
     """
 
     def __init__(self, tensor: Tensor, make: Callable[[Tensor], T]) -> None:

@@ -1,6 +1,7 @@
 """Selection of one implementation of a loss: its definition or a faster alternative."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,11 +19,7 @@ Arguments: TypeAlias = Mapping[str, Any]  # tensors and hyperparameters, by name
 
 
 class Implementation(NamedTuple):
-    """A computation of the value of a definition together with its gradient.
-
-    ``compute(needs, **arguments)`` returns the value, and by name the gradients of the tensors that
-    ``needs`` names. (Callers of ``choose`` alone define their own signature.)
-    """
+    """A computation of a definition's value with its gradient; see ``with_own_gradient``."""
 
     name: str  # the value of `impl`
     unsupported_reason: Callable[[Arguments], str | None]  # the words that follow "expected"
@@ -49,16 +46,19 @@ def choose(
 ) -> Implementation | None:
     """Return the one named ``impl``, or for ``"auto"`` the first supported and preferred one.
 
-    ``None`` means the definition, which serves ``torch.func``, exporters and, unless the
-    implementation compiles, ``torch.compile``. What ``impl`` names is checked there all the same.
+    ``None`` is the definition: for ``torch.func``, exporters and, unless it compiles, a graph.
     """
-    verdicts = _verdicts(implementations, impl, arguments)
-    if not torch.compiler.is_compiling() and _is_explaining.get():
-        raise _Explanation(verdicts)
-    for implementation, objection in verdicts:
+    chosen, objections = None, ""
+    for implementation, objection in _verdicts(implementations, impl, arguments):
         if not objection:
-            return implementation
-    return None
+            chosen = implementation
+            break
+        objections += f'\n  not "{implementation.name}": {objection}'
+    if not torch.compiler.is_compiling() and (calls := _calls.get()) is not None:
+        calls.takes[-1] = f'"{chosen.name if chosen else "definition"}"{objections}'
+        if calls.is_one:
+            raise _Explained
+    return chosen
 
 
 def _verdicts(
@@ -87,24 +87,40 @@ def _verdicts(
         yield each, objection
 
 
-_is_explaining = ContextVar("_is_explaining", default=False)
+class _Calls(NamedTuple):
+    """The losses that are called while ``explain`` listens, and what they take."""
+
+    is_one: bool  # which is then not computed
+    names: list[str]
+    takes: list[str]
 
 
-class _Explanation(Exception):  # it ends the call that it explains
-    def __init__(self, verdicts: Iterator[tuple[Implementation, str]]) -> None:
-        self.verdicts = verdicts
+class _Explained(Exception):  # it ends the call that it explains
+    pass
+
+
+_calls: ContextVar[_Calls | None] = ContextVar("_calls", default=None)
+
+
+def note_call(name: str) -> None:
+    """Tell ``explain``, if it listens, that a loss is called."""
+    if not torch.compiler.is_compiling() and (calls := _calls.get()) is not None:
+        calls.names.append(name)
+        calls.takes.append('"definition", which it has alone')
 
 
 def explain(loss: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """Return which implementation a call takes and why, in words; the loss is not computed.
 
     Args:
-        loss: a loss function or module, ``splade_head`` or ``splade_pool``, not compiled.
+        loss: a loss function or module, ``splade_head`` or ``splade_pool``, not compiled; or what
+            calls several, such as a ``SpladeObjective``, which is computed.
         *args: what it would be called with; with ``gather=True`` on every rank.
         **kwargs: likewise.
 
     Returns:
-        A line with the name of the implementation, and a line for each one that comes before it.
+        A line with the name of the implementation, and a line for each one that comes before it. Of
+        several losses a line each.
 
     Raises:
         ValueError: as the call would, for wrong arguments.
@@ -119,20 +135,19 @@ def explain(loss: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
           not "blocks": impl="direct" was asked for
     """
     name = getattr(loss, "__name__", type(loss).__name__)
-    token = _is_explaining.set(True)
+    is_one = hasattr(loss, "declaration") or hasattr(loss, "_declaration")
+    calls = _Calls(is_one, [], [])
+    token = _calls.set(calls)
     try:
-        loss(*args, **kwargs)
-    except _Explanation as explanation:
-        taken, lines = "definition", []
-        for implementation, objection in explanation.verdicts:
-            if not objection:
-                taken = implementation.name
-                break
-            lines.append(f'\n  not "{implementation.name}": {objection}')
-        return f'{name} takes "{taken}"' + "".join(lines)
+        with suppress(_Explained):
+            loss(*args, **kwargs)
     finally:
-        _is_explaining.reset(token)
-    return f'{name} takes "definition", which it has alone'
+        _calls.reset(token)
+    if is_one:
+        return f"{name} takes {calls.takes[0]}"
+    first_lines = [text.partition("\n")[0] for text in calls.takes]
+    lines = [f"\n  {n} takes {text}" for n, text in zip(calls.names, first_lines, strict=True)]
+    return f"{name} calls {len(lines)} losses" + "".join(lines)
 
 
 def compute(

@@ -22,8 +22,8 @@ dtype of the computation and is cast to it.
 - ``integer``: ids and counts; unchanged.
 - ``token ids at m``: ids in ``[0, V)`` where mask ``m`` is set; int64, 0 elsewhere.
 
-What one rank refuses is told to all that take part in the call, so whatever depends on values is
-refused here. The bodies refuse sizes and settings alone, which are the same on all ranks.
+What one rank refuses is told to all ranks of the call, so whatever depends on values is refused
+here. The bodies refuse sizes and settings alone, which are the same on all ranks.
 
 A number is declared by its bound: ``"finite"``, ``">= 0"``, ``"> 0"`` or ``"integer >= 1"``. With
 ``learnable`` after a bound it may also be a 0-d tensor of any value, which is cast. A number may be
@@ -56,7 +56,7 @@ from sparse_losses._core.checks import (
     declared,
     values_can_be_checked,
 )
-from sparse_losses._core.implementations import is_exported
+from sparse_losses._core.implementations import is_exported, note_call
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.products import HALVES, returns_fp32
@@ -135,6 +135,7 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 raise
             if arguments.get("gather", False) is not False:
                 _agree(function.__name__, declaration, arguments, sizes)
+            note_call(function.__name__)
             # This test is cheaper than entering the context.
             is_plain = data.is_cpu and not torch.compiler.is_compiling()
             if (is_plain or is_exported()) and not torch.is_autocast_enabled(data.device.type):
@@ -259,14 +260,15 @@ def _agree(
 class LossModule(nn.Module):
     """Base of all loss modules: hyperparameters as plain attributes, and their repr."""
 
-    def __init__(self, function: Callable[..., Any], **hyperparameters: Any) -> None:
-        """Store the hyperparameters and check them against the function's declaration."""
+    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        """Store the hyperparameters among a constructor's arguments, its ``locals()``, checked."""
         super().__init__()
         # `loss` sets the attribute; mypy knows no attributes of functions.
         self._declaration: _Declaration = function.declaration  # type: ignore[attr-defined]
-        self._names = tuple(hyperparameters)
-        for name, value in hyperparameters.items():
-            setattr(self, name, value)
+        known = self._declaration.defaults.keys() - self._declaration.tensors.keys()
+        self._names = tuple(name for name in arguments if name in known)
+        for name in self._names:
+            setattr(self, name, arguments[name])
         self.check_hyperparameters()
 
     def register_constant(self, name: str, tensor: Tensor | None) -> None:

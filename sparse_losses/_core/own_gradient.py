@@ -13,10 +13,7 @@ Gradients = Mapping[str, Tensor | None]
 
 
 def can_bring_its_gradient(*arguments: Any) -> bool:
-    """Whether the gradient can be computed in the forward pass: eager mode, no transform.
-
-    A compiler fuses the definition; ``torch.func`` and forward-mode derivatives need it.
-    """
+    """Whether the gradient can be computed in the forward pass: eager mode, no transform."""
     return (
         not torch.compiler.is_compiling()
         and all(type(x) in (Tensor, nn.Parameter) for x in arguments if isinstance(x, Tensor))
@@ -31,6 +28,15 @@ def is_transformed() -> bool:
     return bool(transforms_are_active() or forward_level() >= 0)
 
 
+def temperature_reason(temperature: float | Tensor, data: Tensor) -> str | None:
+    """Return which temperature an own gradient needs in place of this one, or ``None``."""
+    if isinstance(temperature, Tensor):
+        where = f"`temperature` on {data.device}, where the data is, got {temperature.device}"
+        return None if temperature.device == data.device else where
+    in_range = 1e-30 <= temperature <= 1e30
+    return None if in_range else f"`temperature` from 1e-30 to 1e30, got {temperature},"
+
+
 def with_own_gradient(
     definition: Callable[..., Tensor],
     compute: Callable[..., tuple[Tensor, Gradients]],
@@ -38,10 +44,9 @@ def with_own_gradient(
 ) -> Tensor:
     """Return ``definition(**arguments)``, computed by ``compute``.
 
-    ``compute(needs, **arguments)`` returns the value, one number, and the gradients, by name, of
-    the tensors in ``needs``. It runs without a graph. Its gradients are scaled in place, so it must
-    own them; for half-precision tensors they may be fp32 and are rounded after scaling. Second
-    derivatives use ``definition``.
+    ``compute(needs, **arguments)`` returns the value, one number, and the gradients by name of the
+    tensors in ``needs``, without a graph. They are scaled in place, so it must own them; those of
+    halves may be fp32, rounded after scaling. Second derivatives use ``definition``.
     """
     # Autograd takes and returns tensors by position; nothing outside of this function does.
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}

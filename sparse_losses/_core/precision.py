@@ -7,10 +7,7 @@ from torch import Tensor
 
 
 def autocast_off(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which autocast is off.
-
-    Casting alone is not enough: under autocast ``x.float() @ y.float()`` is still a bf16 product.
-    """
+    """Return a context without autocast: with it ``x.float() @ y.float()`` is a bf16 product."""
     kind = device.type
     if torch.compiler.is_compiling():  # the calls below cannot be traced before PyTorch 2.12
         is_on = kind != "meta"

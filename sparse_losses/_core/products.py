@@ -4,6 +4,8 @@ The product of two half-precision numbers is exact in fp32, so this is as precis
 matrices first, and tensor cores are many times as fast.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -13,21 +15,17 @@ _returns_fp32: dict[tuple[torch.device, torch.dtype], bool] = {}
 
 
 def returns_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the device can multiply matrices of this half dtype and return fp32.
-
-    PyTorch >= 2.8 can on CUDA. One trial per device decides, as no device property tells.
-    """
+    """Whether the device can multiply matrices of this half dtype and return fp32."""
     if dtype not in HALVES:
         return False
     known = (device, dtype)
-    if known not in _returns_fp32:
+    if known not in _returns_fp32:  # PyTorch >= 2.8 can on CUDA; only a trial tells
         one = torch.ones(16, 16, device=device, dtype=dtype)
+        _returns_fp32[known] = True
         try:
             torch.mm(one, one, out_dtype=torch.float32)
         except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
             _returns_fp32[known] = False
-        else:
-            _returns_fp32[known] = True
     return _returns_fp32[known]
 
 
@@ -57,18 +55,13 @@ def add_product_(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         return product(a, b)
     if b.dtype == total.dtype:
         return total.addmm_(a, b)
-    known = (b.device, b.dtype)
-    if known not in _adds_fp32:
-        _adds_fp32[known] = returns_fp32(*known) and _adds_in_a_trial(*known)
-    if _adds_fp32[known]:
+    if returns_fp32(b.device, b.dtype) and _adds_fp32(b.device, b.dtype):
         return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     return total.add_(product(a, b))
 
 
-_adds_fp32: dict[tuple[torch.device, torch.dtype], bool] = {}
-
-
-def _adds_in_a_trial(device: torch.device, dtype: torch.dtype) -> bool:
+@functools.cache
+def _adds_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a product of halves can be added to an fp32 matrix in place, and is."""
     one = torch.ones(16, 16, device=device, dtype=dtype)
     total = torch.ones(16, 16, device=device)

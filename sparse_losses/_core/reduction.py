@@ -20,9 +20,8 @@ def reduce(
 ) -> Tensor:
     """Reduce row values ``[B]``; invalid rows become 0 and do not count in the mean.
 
-    The mean of no valid row is 0 and part of the graph; a NaN in a valid row stays NaN. With
-    ``gather`` sum and mean are over the rows of all ranks. ``zeroed`` promises that invalid rows
-    are already 0, in value and gradient.
+    The mean of no valid row is 0 and part of the graph; a NaN in a valid row stays NaN. ``zeroed``
+    promises that invalid rows are already 0, in value and gradient.
     """
     if valid is not None and not zeroed:
         values = torch.where(valid, values, 0.0)
@@ -40,10 +39,7 @@ def reduce(
 
 
 def reduce_means(total: Tensor, count: Tensor, reduction: str, gather: bool = False) -> Tensor:
-    """Reduce row means ``total / count [B]``; a row whose count and total are 0 is not valid.
-
-    A count that is not 0 is at least 1. Both have one dtype.
-    """
+    """Reduce row means ``total / count [B]``; where both are 0 a row is not valid."""
     valid = count > 0
     if reduction == "mean" and not gather:  # one launch in the backward pass
         return total.dot((count * valid.sum(dtype=count.dtype)).clamp(min=1).reciprocal())

@@ -14,10 +14,8 @@ from sparse_losses._core.private_torch import is_batched
 
 
 def normalize(x: Tensor) -> Tensor:
-    """L2-normalise the last dimension; a zero row stays zero and has zero gradient.
-
-    ``F.normalize`` divides a zero row by 1e-12, so its gradient there is of size 1e12.
-    """
+    """L2-normalise the last dimension; a zero row stays zero and has zero gradient."""
+    # `F.normalize` divides a zero row by 1e-12, so its gradient there is of size 1e12.
     if can_bring_its_gradient(x) and x.ndim > 1:
         unit: Tensor = _Normalize.apply(x)  # type: ignore[no-untyped-call]
         return unit
@@ -44,10 +42,7 @@ def _normalize(x: Tensor) -> Tensor:
 
 
 def distance(x1: Tensor, x2: Tensor) -> Tensor:
-    """Return the Euclidean distance of rows ``[B]``; its gradient at 0 is 0.
-
-    Its dtype is wide enough for its square.
-    """
+    """Return the Euclidean distance of rows ``[B]``, in a dtype wide enough for its square."""
     if can_bring_its_gradient(x1, x2):
         length: Tensor = _Distance.apply(x1, x2)  # type: ignore[no-untyped-call]
         return length
@@ -73,10 +68,7 @@ def finite_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return unit rows of ``x [..., D]`` and the inverse norms ``[..., 1]``; no autograd.
-
-    A zero row stays zero, and its inverse norm is 0.
-    """
+    """Return unit rows of ``x [..., D]`` and the inverse norms ``[..., 1]``, 0 for zero rows."""
     if x.layout != torch.strided:
         return _unit_entries(x)
     if x.numel() == 0:
@@ -118,7 +110,7 @@ def _cpu_norm(x: Tensor) -> Tensor | None:
         return None
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     low, high = torch.aminmax(norm)
-    return norm if low > 1e-15 and high < 1e15 else None
+    return norm if low.item() > 1e-15 and high.item() < 1e15 else None
 
 
 class HalfRows(NamedTuple):

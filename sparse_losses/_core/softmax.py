@@ -1,4 +1,4 @@
-"""Log-sum-exp functions that are accurate in value and gradient."""
+"""Log-sum-exp functions that are accurate in value and gradient. An infinite score gives NaN."""
 
 import functools
 from collections.abc import Callable
@@ -12,11 +12,7 @@ softplus = functools.partial(nnf.softplus, threshold=50.0)
 
 
 def false_negative_limit(own: Tensor, margin: float | Tensor | None, ratio: float | None) -> Tensor:
-    """Return the score ``[B]`` above which a candidate is a false negative.
-
-    With the score ``own`` of a positive it is the lower of ``own + margin`` and, where ``own > 0``,
-    ``ratio * own``. A NaN limits nothing.
-    """
+    """Return the score ``[B]`` above which a candidate is a false negative; NaN limits nothing."""
     limits = [] if margin is None else [own + margin]
     if ratio is not None:
         limits.append(torch.where(own > 0, own * ratio, torch.inf))
@@ -43,11 +39,7 @@ def diagonal(scores: Tensor, first: int = 0) -> Tensor:
 def one_positive_rows(
     scores: Tensor, own: Tensor, absent: Tensor | None, *, decoupled: bool = False
 ) -> Tensor:
-    """Return InfoNCE per row: the positive's score is ``own [B]``, the negatives are in ``scores``.
-
-    ``absent`` marks the entries of ``scores [B, C]`` that are no negatives, ``None`` if all are.
-    With ``decoupled`` the denominator has no positive.
-    """
+    """Return InfoNCE per row, of a positive's score ``own [B]`` and the negatives not absent."""
     # The log-sum-exp is of differences: large scores that differ little keep their digits.
     shift = own.detach()
     # The last difference is 0. It has the gradient of the positive, and its NaN.
@@ -58,10 +50,7 @@ def one_positive_rows(
 def one_positive_rows_and_gradient(
     scores: Tensor, own_of: Callable[[Tensor], Tensor], dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Return ``one_positive_rows`` along ``dim`` and its gradient, of the size of the scores.
-
-    ``own_of`` returns a view of the positives. What is no candidate has the lowest number.
-    """
+    """Return ``one_positive_rows``, and its gradient; ``own_of`` returns a view of positives."""
     log_probabilities = scores.log_softmax(dim)
     gradient = log_probabilities.exp()
     own = own_of(gradient)
@@ -73,31 +62,26 @@ def one_positive_rows_and_gradient(
 
 
 def softmax_and_logsumexp(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return softmax and log-sum-exp in six launches; ``logsumexp`` alone takes nine."""
+    """Return softmax and log-sum-exp in five launches; ``logsumexp`` alone takes nine."""
     probabilities = scores.softmax(dim)
-    # The largest probability is exp(0) over the sum of the exponentials. An infinite score makes it
-    # NaN; the log-sum-exp is then infinite.
+    # The largest probability is exp(0) over the sum of the exponentials.
     if scores.is_cpu:  # where an index is slower than a second pass
         highest, largest = scores.amax(dim), probabilities.amax(dim)
     else:
         highest, index = scores.max(dim)
         largest = probabilities.gather(dim, index.unsqueeze(dim)).squeeze(dim)
-    return probabilities, highest - largest.log_().nan_to_num_(nan=0.0)
+    return probabilities, highest - largest.log_()
 
 
 def contrastive_rows(
     scores: Tensor, is_positive: Tensor, absent: Tensor, *, decoupled: bool = False
 ) -> Tensor:
-    """Return InfoNCE per row of ``scores [B, C]``: the mean over the row's positives.
-
-    ``absent`` marks the entries that are no negatives. With ``decoupled`` the denominator has no
-    positives.
-    """
+    """Return InfoNCE per row, the mean over its positives; ``absent`` marks what is no negative."""
     other = absent & ~is_positive  # neither
     if decoupled:
         if scores.shape[-1]:
             largest = scores.detach().masked_fill(other, torch.finfo(scores.dtype).min)
-            scores = scores - _finite(largest.amax(-1, keepdim=True))
+            scores = scores - largest.amax(-1, keepdim=True)
         return masked_logsumexp(scores, absent) - _mean_where(is_positive, scores)
     return _mean_where(is_positive, negative_log_softmax(scores, other))
 
@@ -107,38 +91,26 @@ def _mean_where(mask: Tensor, values: Tensor) -> Tensor:
 
 
 def masked_logsumexp(scores: Tensor, absent: Tensor | None) -> Tensor:
-    """Return ``log(sum(exp(scores)))`` over the last dimension, except where ``absent``.
-
-    If there is none it is about the lowest finite number. The gradient of ``torch.logsumexp`` is
-    ``exp(scores - result)``, which loses the digits of large scores and is NaN if all are ``-inf``;
-    here the largest score is subtracted in both directions.
-    """
+    """Return the log-sum-exp of what is not absent, about the lowest number if there is nothing."""
     lowest = torch.finfo(scores.dtype).min
     if scores.shape[-1] == 0:
         return scores.sum(-1) + lowest
     # Not even `-inf` is below the lowest number: a row without any would have a NaN gradient.
     scores = scores.clamp(min=lowest) if absent is None else scores.masked_fill(absent, lowest)
-    largest = _finite(scores.detach().amax(-1, keepdim=True))
+    # The gradient of `torch.logsumexp` loses the digits of large scores: it subtracts the result.
+    largest = scores.detach().amax(-1, keepdim=True)
     return (scores - largest).exp().sum(-1).log() + largest.squeeze(-1)
 
 
-def _finite(largest: Tensor) -> Tensor:
-    """Bound what is subtracted: infinity minus infinity is NaN."""
-    return largest.clamp(max=torch.finfo(largest.dtype).max)
-
-
 def negative_log_softmax(scores: Tensor, absent: Tensor) -> Tensor:
-    """Return ``-log softmax`` over the last dimension, except where ``absent``; undefined there.
-
-    ``logsumexp(scores) - score`` cancels if a candidate has nearly all of the probability. Only
-    the largest can; its term is ``log(1 + sum(exp(other - largest)))``, and it is kept out of what
-    has a gradient through the differences.
-    """
+    """Return ``-log softmax`` over the last dimension, except where ``absent``; undefined there."""
     if scores.shape[-1] == 0:  # an empty batch has no largest candidate
         return scores
+    # `logsumexp(scores) - score` cancels if a candidate has nearly all of the probability. Only the
+    # largest can: its term is `log(1 + sum(exp(other - largest)))`, and has no other gradient.
     lowest = torch.finfo(scores.dtype).min
     largest, index = scores.masked_fill(absent, lowest).max(-1, keepdim=True)
     no_others, gaps = absent.scatter(-1, index, True), scores - largest
     excess = gaps.masked_fill(no_others, -torch.inf).exp().sum(-1, keepdim=True).log1p()
-    excess = excess + largest.detach().clamp(0, 0)  # a NaN shows without others, too
+    excess = excess + largest.detach() * 0.0  # a NaN shows without others, and infinity is NaN
     return excess - gaps.masked_fill(no_others, 0.0)

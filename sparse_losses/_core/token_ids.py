@@ -27,8 +27,7 @@ def attended_ids(
 ) -> Tensor:
     """Return ``input_ids`` as int64, 0 where not attended; raise for ids outside ``[0, V)``.
 
-    ``gathered`` promises that the caller gathers ``V`` columns by these ids; an accelerator checks
-    the range in that operation.
+    ``gathered``: the caller gathers ``V`` columns by them, where an accelerator checks the range.
     """
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
         raise TypeError(f"expected `{name}` to be integers, got {input_ids.dtype}")

@@ -14,10 +14,7 @@ def fill(x: Tensor, mask: Tensor | None, value: float) -> Tensor:
 def z_scores(
     scores: Tensor, absent: Tensor | None, count: Tensor, dims: tuple[int, ...], across_ranks: bool
 ) -> Tensor:
-    """Return the z-scores of the candidates; 0 elsewhere and where all candidates are equal.
-
-    ``count`` is their number, more than 1, along ``dims``.
-    """
+    """Return z-scores of the candidates, ``count`` > 1 along ``dims``; else, or if all equal, 0."""
     # z does not depend on shift and scale, so the gradient treats them as constants. A lowest score
     # of 0 makes equal scores exactly 0; a range of 1 keeps their squares from under- and overflow.
     lowest = fill(scores.detach(), absent, torch.inf).amin(dims, keepdim=True)

@@ -84,10 +84,7 @@ def _spread(
     needs: Sequence[bool],
     size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of hidden states and weight; empty where not needed.
-
-    At most ``size`` numbers of ``upstream`` are not 0; -1 stands for any number.
-    """
+    """Return the gradients, empty where not needed; ``size`` bounds the entries, -1: unknown."""
     length, kind, most = hidden.shape[1], hidden.device.type, size
     scores = SCORES_OF_AN_ENTRY.get(kind, SCORES_OF_AN_ENTRY_ELSEWHERE)
     if kind in SCORES_OF_AN_ENTRY:

@@ -51,10 +51,7 @@ def is_active(logit: Tensor, gate: Tensor | None) -> Tensor:
 
 
 def places_of(mask: Tensor, size: int) -> Tensor:
-    """Return the indices where the flat mask is true, without a wait if they are ``size``.
-
-    If they are fewer, ``len(mask)`` fills up; -1 stands for any number, which is waited for.
-    """
+    """Return where the flat mask is true: ``size`` indices, ``len(mask)`` fills up, or -1: all."""
     if size < 0:
         return mask.nonzero()[:, 0]
     numbers = torch.arange(1, size + 1, dtype=torch.int32, device=mask.device)
@@ -62,10 +59,9 @@ def places_of(mask: Tensor, size: int) -> Tensor:
 
 
 def entries_of(upstream: Tensor, place: Tensor, length: int, size: int) -> Entries:
-    """Return the entries whose gradient is not 0, by column; a NaN is not 0.
+    """Return the entries whose gradient is not 0, by column; -1 stands for any number.
 
-    They are at most ``size``, or any number if it is -1. Entries that fill up to ``size`` have
-    column ``V`` and token ``B * length``.
+    Entries that fill up to ``size`` have column ``V`` and token ``B * length``.
     """
     batch, vocab_size = upstream.shape
     flat = places_of((upstream.T != 0).flatten(), size)
@@ -82,10 +78,7 @@ def gradients_at(
     needs: Sequence[bool],
     sparse_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of hidden states and weight; empty where not needed.
-
-    The entries are sorted by column. The products are of the dtype of ``entries.value``.
-    """
+    """Return the gradients of hidden states and weight, or empty ones, of entries by column."""
     column, token, factor = entries
     (batch, length, _), vocab_size, dtype = hidden.shape, len(weight), factor.dtype
     tokens, total = batch * length, None

@@ -24,10 +24,8 @@ class _Packed(NamedTuple):
 
 
 def _pack(attended: Tensor) -> _Packed:
-    """Pack the attended tokens so that one reduction covers all texts of one length.
-
-    A text's last token is repeated up to a multiple of four or more, which gives fewer lengths.
-    """
+    """Pack the attended tokens so that one reduction covers all texts of one length."""
+    # A text's last token is repeated up to a multiple of four or more, which gives fewer lengths.
     batch, length = attended.shape
     lengths = attended.sum(1)
     quantum = 4 if batch <= 16 else max(4, length // 64 * 4)

@@ -5,9 +5,8 @@ masked position gets a copy of an attended state of the same text, which cannot 
 The dense gradient scatters what comes in to these positions, in a tile of zeros; two products give
 the gradients of hidden states and weight.
 
-Halves are multiplied as halves. If the device can return such a product in fp32, the maximum is
-over fp32 scores and the gradient of the hidden states is summed in fp32. Otherwise the scores are
-rounded to halves, as in a linear layer.
+Halves are multiplied as halves. If the device can return such a product in fp32, scores and the sum
+of the hidden states' gradient are fp32. Otherwise scores are rounded, as in a linear layer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -106,10 +105,7 @@ def dense_gradients(
 def _states(
     hidden: Tensor, attended: Tensor | None, operands: torch.dtype
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the position whose state is used at each position, and the states ``[B * S, H]``.
-
-    A masked position gets a state of the same text, or zeros where the text has none.
-    """
+    """Return whose state each position gets, itself where attended, and states ``[B * S, H]``."""
     if attended is None or attended.numel() == 0:
         return None, hidden.flatten(0, 1).to(operands)
     position = torch.arange(attended.shape[1], device=attended.device)

@@ -5,8 +5,8 @@ temperature, the gradient of a row is ``W q - w``: ``w`` are the weights of its 
 their sum, and ``q`` the shares of the denominator. References are in the order prototypes, keys,
 queue.
 
-Entries are excluded from a sum by adding ``-far`` to their score. It is finite, so that a row of
-such entries has a finite softmax, and on a CPU an addition is many times as fast as a masked fill.
+What is excluded from a sum gets ``-far`` added to its score: finite, as is then the softmax of a
+row, and on a CPU an addition is many times as fast as a masked fill.
 """
 
 import functools
@@ -67,7 +67,7 @@ def direct_nws(needs: Set[str], **arguments: Any) -> tuple[Tensor, dict[str, Ten
     call = Call(**arguments)
     gather, temperature = call.gather, call.temperature
     features, labels, is_empty = call.instances()
-    y, instances = call.query_labels.to(labels.dtype), features if len(features) else None
+    y = call.query_labels.to(labels.dtype)
     is_absent = None if is_empty is None or not len(is_empty) else is_empty.to(y.dtype)
     weights = _Weights(y, labels if len(labels) else None, call)
     num_references = len(call.prototype) + len(features)
@@ -78,22 +78,18 @@ def direct_nws(needs: Set[str], **arguments: Any) -> tuple[Tensor, dict[str, Ten
     is_void = weights.is_void
     if call.decoupled and call.eps == 0:  # rows without negatives
         is_void |= torch.cat([weights.without_negatives(rows, is_absent) for rows in blocks])
-    scores = Scores(
-        {{"prototype": "key"}.get(name, name) for name in needs},
-        call.query.masked_fill(is_void, 0.0),
-        call.prototype,
-        instances,
-        temperature=temperature,
-        cosine=True,
-    )
-    del features, instances
+    inputs = {"query": call.query.masked_fill(is_void, 0.0), "prototype": call.prototype}
+    if len(features):
+        inputs["instances"] = features
+    scores = Scores(needs, inputs, temperature=temperature, cosine=True)
+    del features, inputs
     values = []
     for rows in blocks:
         value, grad_scores = _rows(scores.block(rows), weights, rows, is_absent)
         values.append(value)
         if needs:
-            scores.backward(rows, scores.scaled_(grad_scores, rows))
-    gradients = {{"key": "prototype"}.get(n, n): x for n, x in scores.gradients().items()}
+            scores.backward(rows, grad_scores)
+    gradients = scores.gradients()
 
     # A NaN that no valid row uses must not reach a gradient.
     none_valid = is_void.all()
@@ -232,10 +228,10 @@ def _rows(
 def largest_of_labels(values: Tensor, labels: Tensor) -> Tensor:
     """Return the largest of ``values [M, L]``, at least 0, among the labels of each row ``[N, L]``.
 
-    A matrix product avoids the tensor ``[M, N, L]``. Each label is encoded as a power of four by
-    the rank of its value. The logarithm of a sum of such powers gives the largest, as all smaller
-    ones add up to a third of it. A block has as many labels as there are powers.
+    A matrix product avoids ``[M, N, L]``: each label is a power of four, by the rank of its value.
     """
+    # The logarithm of a sum of powers gives the largest, as all smaller ones add up to a third of
+    # it. A block has as many labels as there are powers.
     top = TOP_POWER[values.dtype]
     blocks = []
     parts = torch.split(values, 2 * top, dim=-1), torch.split(labels, 2 * top, dim=-1)

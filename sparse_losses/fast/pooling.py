@@ -1,7 +1,4 @@
-"""Pooling for the CPU: it reads the attended logits once and returns to active entries only.
-
-The definition copies the logits to mask them, and stores a position for every entry.
-"""
+"""Pooling for the CPU: it reads the attended logits once, copies none, and keeps active entries."""
 
 from typing import Any
 

@@ -4,7 +4,7 @@ Halves are multiplied as halves. CSR rows are multiplied all at once, and have a
 entries alone.
 """
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 import torch
@@ -38,69 +38,73 @@ class _Rows(NamedTuple):
 
 
 class Scores:
-    """Scores of queries with keys, then negatives, over the temperature, and their gradients.
+    """Scores of queries with candidates, over the temperature, and their gradients.
 
     Args:
         needs: which gradients to compute.
-        query: ``[B, D]``, dense or CSR, as are ``key`` and a shared ``negative``.
-        key: ``[K, D]``.
-        negative: ``[N, D]``, shared by all queries, or ``[B, N, D]``.
+        inputs: by name the queries ``[B, D]``, then candidates: ``[K, D]``, dense or CSR as the
+            queries are, or dense ``[B, N, D]``, of each query its own.
         temperature: divisor of the scores.
         cosine: whether to normalise the rows.
-        hides_nan: whether rows that are not finite are kept out of the products, and only their
-            scores are NaN. (The caller may overwrite those; 0 * NaN would reach a gradient.)
-        own_key: whether a query has one key, that of its row.
+        hides_nan: whether only the scores of rows that are not finite are NaN: 0 * NaN would
+            otherwise reach the gradient of what the caller masks.
+        own_key: whether of the first candidates each query has that of its row alone.
     """
 
     def __init__(
         self,
         needs: Set[str],
-        query: Tensor,
-        key: Tensor,
-        negative: Tensor | None = None,
+        inputs: Mapping[str, Tensor],
         *,
         temperature: float | Tensor,
         cosine: bool,
         hides_nan: bool = False,
         own_key: bool = False,
     ) -> None:
-        self.needs, self.temperature, self.own_key = needs, temperature, own_key
-        inputs = {"query": query, "key": key}
-        if negative is not None:
-            inputs["negative"] = negative
+        self.needs, self.temperature, inputs = needs, temperature, dict(inputs)
+        self.query, *self.candidates = inputs
         self.is_sparse = any(x.layout != torch.strided for x in inputs.values())
-        if own_key and not self.is_sparse:
-            inputs["key"] = key[:, None]
+        # CSR rows cannot be multiplied in pairs: the diagonal of all their products counts.
+        self.paired = self.candidates[0] if own_key and not self.is_sparse else None
+        self.square = self.candidates[0] if own_key and self.is_sparse else None
+        if self.paired is not None:
+            inputs[self.paired] = inputs[self.paired][:, None]
         self.is_nan: dict[str, Tensor] = {}
         # A product skips the zeros of CSR rows, which are NaN times NaN.
         if hides_nan or self.is_sparse:
             for name, x in inputs.items():
                 inputs[name], self.is_nan[name] = finite_rows(x)
-        self.rows = dict(zip(inputs, _as_rows(cosine, *inputs.values()), strict=True))
-        self.candidates = [name for name in inputs if name != "query"]
+        if not cosine:
+            rows = [_Rows(x) for x in inputs.values()]
+        elif inputs[self.query].dtype in HALVES:
+            rows = [_Rows(*scaled) for scaled in half_rows(*inputs.values())]
+        else:
+            rows = [_Rows(unit, None, inverse) for unit, inverse in map(unit_rows, inputs.values())]
+        self.rows = dict(zip(inputs, rows, strict=True))
         self.sizes = [inputs[name].shape[-2] for name in self.candidates]
         self.sizes[0] = 1 if own_key else self.sizes[0]
         self.back = self.rows
-        if needs and query.dtype == torch.float16:
+        if needs and inputs[self.query].dtype == torch.float16:
             self.back = {name: rows.single() for name, rows in self.rows.items()}
         self.totals: dict[str, Tensor] = {}  # gradients that all blocks add to
         self.parts: dict[str, list[Tensor]] = {name: [] for name in inputs}  # one for each block
 
     def block(self, rows: slice) -> Tensor:
         """Return the scores of some queries ``[c, K + N]``; the caller may overwrite them."""
-        query = self.rows["query"]
+        query = self.rows[self.query]
         parts = [self._products(self._some(query, rows), name, rows) for name in self.candidates]
         scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if query.norm is not None:
             scores.div_(query.norm[rows] * self.temperature)
         elif not (isinstance(self.temperature, float) and self.temperature == 1.0):
             scores.div_(self.temperature)
-        if "query" in self.is_nan:
-            scores.masked_fill_(self.is_nan["query"][rows, None], torch.nan)
+        if self.is_nan:
+            scores.masked_fill_(self.is_nan[self.query][rows, None], torch.nan)
         return scores
 
     def _some(self, x: _Rows, rows: slice) -> Tensor:
-        return x.values if self.is_sparse else x.values[rows]
+        is_whole = self.is_sparse or rows == slice(0, len(x.values))
+        return x.values if is_whole else x.values[rows]
 
     def _products(self, query: Tensor, name: str, rows: slice) -> Tensor:
         (values, norm, _), is_nan = self.rows[name], self.is_nan.get(name)
@@ -113,27 +117,24 @@ class Scores:
             is_nan = None if is_nan is None else is_nan[rows]
         scores = scores if norm is None else scores.div_(norm)
         scores = scores if is_nan is None else scores.masked_fill_(is_nan, torch.nan)
-        return scores.diagonal()[:, None] if self._is_square(name) else scores
-
-    def _is_square(self, name: str) -> bool:
-        """Whether of the products the diagonal counts: CSR rows cannot be multiplied in pairs."""
-        return self.is_sparse and self.own_key and name == "key"
-
-    def scaled_(self, gradient: Tensor, rows: slice) -> Tensor:
-        """Divide a gradient of scores by the queries' norms."""
-        norm = self.back["query"].norm
-        return gradient if norm is None else gradient.div_(norm[rows])
+        return scores.diagonal()[:, None] if name == self.square else scores
 
     def backward(self, rows: slice, gradient: Tensor) -> None:
-        """Add the gradient, scaled, of some scores before the temperature; may overwrite it."""
-        query, grad_query = self._some(self.back["query"], rows), None
-        needs_query = not self.needs.isdisjoint(("query", "temperature"))
+        """Add the gradient of some scores before the temperature; may overwrite it."""
+        back, grad_query = self.back[self.query], None
+        if back.norm is not None:
+            gradient.div_(back.norm[rows])
+        query, needs_query = self._some(back, rows), bool(self.needs & {self.query, "temperature"})
         parts = torch.split(gradient, self.sizes, dim=1) if len(self.sizes) > 1 else [gradient]
         for name, part in zip(self.candidates, parts, strict=True):
             values, norm, _ = self.back[name]
             if values.ndim == 2:
-                part = torch.diag(part[:, 0]) if self._is_square(name) else part
-                part = _as_operand(part, None if norm is None else norm.T, values.dtype)
+                part = torch.diag(part[:, 0]) if name == self.square else part
+                if norm is None:
+                    part = part.to(values.dtype)
+                else:  # one launch for the quotient and its dtype
+                    operand = torch.empty_like(part, dtype=values.dtype)
+                    part = torch.div(part, norm.T, out=operand)
                 if name in self.needs:
                     self.totals[name] = add_product(values, self.totals.get(name), part.T, query)
                 if needs_query:
@@ -143,9 +144,8 @@ class Scores:
             if name in self.needs:
                 self.parts[name].append(part[:, :, None] * query[:, None])
             if needs_query:
-                of_query = products.product(
-                    part.to(values.dtype).unsqueeze(1), values[rows]
-                ).squeeze(1)
+                operand = part.to(values.dtype).unsqueeze(1)
+                of_query = products.product(operand, values[rows]).squeeze(1)
                 grad_query = of_query if grad_query is None else grad_query.add_(of_query)
         if grad_query is None:
             return
@@ -155,8 +155,8 @@ class Scores:
             along = products_at.sum() / self.temperature
             before = self.totals.get("temperature")
             self.totals["temperature"] = -along if before is None else before - along
-        if "query" in self.needs:
-            self.parts["query"].append(grad_query)
+        if self.query in self.needs:
+            self.parts[self.query].append(grad_query)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the inputs and of the temperature, by name."""
@@ -166,22 +166,6 @@ class Scores:
                 found[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
         for name in found.keys() - {"temperature"}:
             found[name] = self.back[name].gradient(found[name])
-        if "key" in found and found["key"].ndim == 3:
-            found["key"] = found["key"].squeeze(1)
+        if self.paired in found:
+            found[self.paired] = found[self.paired].squeeze(1)
         return found
-
-
-def _as_rows(cosine: bool, *inputs: Tensor) -> list[_Rows]:
-    """Return unit rows if ``cosine``; for halves the scaled rows and their norms."""
-    if not cosine:
-        return [_Rows(x) for x in inputs]
-    if inputs[0].dtype in HALVES:
-        return [_Rows(*rows) for rows in half_rows(*inputs)]
-    return [_Rows(unit, None, inverse) for unit, inverse in map(unit_rows, inputs)]
-
-
-def _as_operand(gradient: Tensor, norm: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the gradient ``[c, K]`` divided by the keys' norms, in the dtype of the product."""
-    if norm is None:
-        return gradient.to(dtype)
-    return torch.div(gradient, norm, out=torch.empty_like(gradient, dtype=dtype))

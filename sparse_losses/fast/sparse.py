@@ -9,7 +9,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core import products
-from sparse_losses._core.entries import entries_of, with_values
+from sparse_losses._core.entries import csr_tensor, entries_of, with_values
 
 LARGEST = 1 << 26  # numbers in a dense block: 256 MB in fp32
 
@@ -22,14 +22,7 @@ def bounds_of(index: Tensor, size: int) -> Tensor:
 def csr(row: Tensor, column: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
     """Return a sparse matrix of entries sorted by row."""
     _silence_the_beta_notice()
-    return torch.sparse_csr_tensor(
-        bounds_of(row, shape[0]),
-        column,
-        values,
-        shape,
-        device=values.device,  # not the default one
-        check_invariants=False,
-    )
+    return csr_tensor(bounds_of(row, shape[0]), column, values, shape)
 
 
 @functools.cache
@@ -41,10 +34,7 @@ def _silence_the_beta_notice() -> None:
 
 
 def sum_bags(index: Tensor, table: Tensor, bounds: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Return ``sum_k weight[k] * table[index[k]]`` for ``k`` in ``[bounds[i], bounds[i + 1])``.
-
-    One thread sums each bag in order, so the result is deterministic.
-    """
+    """Return ``sum_k weight[k] * table[index[k]]`` for ``k`` in ``[bounds[i], bounds[i + 1])``."""
     if index.numel() == 0:
         return table.new_zeros(bounds.shape[0] - 1, table.shape[1])
     return nnf.embedding_bag(

@@ -15,8 +15,8 @@ def mutual_information_lower_bound(loss: Tensor | float, num_candidates: int) ->
     $$I \ge \log n - \ell$$
 
     Each row has $n$ candidates: one positive and $n - 1$ independent draws from the marginal. The
-    bound never exceeds $\log n$. It holds for plain InfoNCE only, without ``decoupled``, several
-    positives, ids, mined negatives or weights.
+    bound holds for plain InfoNCE only, without ``decoupled``, several positives, ids or mined
+    negatives.
 
     Args:
         loss: value of InfoNCE, a floating tensor of any shape or a number.

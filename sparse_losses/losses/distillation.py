@@ -167,14 +167,7 @@ class DistillationLoss(LossModule):
         standardize: Standardize = "batch",
         gather: bool = False,
     ) -> None:
-        super().__init__(
-            distillation_loss,
-            temperature=temperature,
-            alpha_kl=alpha_kl,
-            alpha_mse=alpha_mse,
-            standardize=standardize,
-            gather=gather,
-        )
+        super().__init__(distillation_loss, locals())
 
     def forward(
         self,

@@ -86,7 +86,7 @@ class FlopsLoss(LossModule):
         threshold: float | None = None,
         gather: bool = False,
     ) -> None:
-        super().__init__(flops_loss, estimator=estimator, threshold=threshold, gather=gather)
+        super().__init__(flops_loss, locals())
         check_shapes(token_weight=(token_weight, "V, optional"))
         check_weights("token_weight", token_weight)
         self.register_constant("token_weight", token_weight)

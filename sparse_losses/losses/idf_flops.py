@@ -81,9 +81,7 @@ class IdfFlopsLoss(LossModule):
         threshold: float | None = None,
         gather: bool = False,
     ) -> None:
-        super().__init__(
-            idf_flops_loss, beta=beta, estimator=estimator, threshold=threshold, gather=gather
-        )
+        super().__init__(idf_flops_loss, locals())
         check_shapes(token_penalty=(token_penalty, "V"))
         self.register_constant("token_penalty", token_penalty)
 

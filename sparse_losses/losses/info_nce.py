@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.candidates import Call, Direction, directions, number_of
-from sparse_losses._core.implementations import choose
+from sparse_losses._core.candidates import Call, directions
+from sparse_losses._core.implementations import compute
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.own_gradient import with_own_gradient
 from sparse_losses._core.products import as_dense
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import finite_rows, normalize
@@ -20,7 +19,7 @@ from sparse_losses._core.softmax import (
     largest_positive,
     one_positive_rows,
 )
-from sparse_losses.distributed import average_grad_over_ranks, gather_rows
+from sparse_losses.distributed import gather_rows
 from sparse_losses.fast.info_nce import IMPLEMENTATIONS
 
 Similarity = Literal["cosine", "dot"]
@@ -65,8 +64,7 @@ def info_nce_loss(
 
     $s_{ic}$ is the similarity of anchor $i$ and candidate $c$, $t$ the temperature. The candidates
     $C_i$ are the row's own positive, the other rows' positives (``in_batch``) and the negatives.
-    $\ell_i \ge 0$; it is computed without cancellation near 0, as
-    $\mathrm{softplus}(\log\sum_{c \ne i} e^{s_{ic}/t} - s_{ii}/t)$.
+    An easy row keeps its digits: $\mathrm{softplus}(\log\sum_{c \ne i} e^{s_{ic}/t} - s_{ii}/t)$.
 
     With ``positive_mask`` a row has several positives, and $\ell_i$ is the mean over them of the
     same term: every denominator contains all candidates, including the other positives. With
@@ -79,8 +77,8 @@ def info_nce_loss(
         negative: ``[N, D]``, shared by all rows, or ``[B, N, D]``, ``N`` for each row.
         temperature: ``t``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
         similarity: ``"cosine"`` (of the rows, normalised here) or ``"dot"``.
-        symmetric: whether to average both directions. The negatives take part in both,
-            ``positive_mask`` is transposed for the second, and a row must be valid in both.
+        symmetric: whether to average both directions: the negatives are in both, masks are
+            transposed for the second, and a row must be valid in both.
         in_batch: whether the other rows' positives are candidates.
         negatives_from: ``"document"`` stands for the other rows' positives, ``"query"`` adds the
             other anchors, ``"positive"`` adds the other positives, by their similarity to the row's
@@ -92,23 +90,21 @@ def info_nce_loss(
             positive of anchor ``i``. The diagonal is not implied. Needs ``in_batch``.
         candidate_mask: ``[B, C]`` bool, int or float 0/1; 0 leaves a candidate and its NaN out of
             the row. The columns are the ``B`` positives (without ``in_batch`` only the row's own),
-            then the ``N`` negatives. ``symmetric`` transposes the part of the positives.
+            then the ``N`` negatives.
         false_negative_margin: leaves out another row's positive whose similarity, before the
             temperature and without a gradient, is above that of the row's (largest) positive plus
             this number. ``negative`` is never left out.
         false_negative_ratio: likewise leaves it out above this number >= 0 times the similarity of
-            the row's positive, where that similarity is > 0. With both, either is enough.
+            the row's positive, where that is > 0. With both, either is enough.
         decoupled: whether to leave the positives out of the denominator.
         gather: whether all ranks' positives and shared negatives are candidates, and ``"mean"`` and
-            ``"sum"`` are over all ranks' rows, so that every rank has value and gradient of the
-            whole batch (see ``sparse_losses.distributed``). ``"none"`` returns this rank's rows.
-            Sizes must be the same on all ``W`` ranks. ``positive_mask`` is then ``[B, W B]``;
-            ``candidate_mask`` has ``W B`` positives and, of shared negatives, ``W N``.
-        impl: how the same value and gradient are computed. ``"auto"`` selects the first of these
-            that supports the call: ``"nonzeros"`` (for CSR tensors), ``"blocks"`` (some rows of the
-            scores at a time, for more than 2^21 on a CPU, 2^26 elsewhere), ``"direct"`` (all scores
-            at once) and, as under ``torch.compile`` and ``torch.func``, ``"definition"``, the
-            formula operation by operation.
+            ``"sum"`` are over all ranks' rows: value and gradient are those of the whole batch (see
+            ``sparse_losses.distributed``). Sizes must agree on all ``W`` ranks. ``positive_mask``
+            is then ``[B, W B]``; ``candidate_mask`` has ``W B`` positives, ``W N`` negatives.
+        impl: how the same value and gradient are computed. ``"auto"`` takes the first of these that
+            supports the call: ``"nonzeros"`` (for CSR tensors), ``"blocks"`` (some rows of scores
+            at a time, for more than 2^21 on a CPU, 2^26 elsewhere), ``"direct"`` (all at once) and,
+            as under ``torch.compile`` and ``torch.func``, ``"definition"``, the formula itself.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -136,63 +132,19 @@ def info_nce_loss(
         models with effective hard-negative mining (``false_negative_ratio``). Towards General Text
         Embeddings with Multi-stage Contrastive Learning, eq. 4 (``negatives_from``).
     """
-    arguments: dict[str, Any] = {
-        "anchor": anchor,
-        "positive": positive,
-        "negative": negative,
-        "temperature": temperature,
-        "similarity": similarity,
-        "symmetric": symmetric,
-        "in_batch": in_batch,
-        "negatives_from": negatives_from,
-        "positive_ids": positive_ids,
-        "positive_mask": positive_mask,
-        "candidate_mask": candidate_mask,
-        "false_negative_margin": false_negative_margin,
-        "false_negative_ratio": false_negative_ratio,
-        "decoupled": decoupled,
-        "gather": gather,
-        "reduction": reduction,
-    }
-    _check(Call(**arguments))
-    implementation = choose(IMPLEMENTATIONS, impl, arguments)
-    if implementation is None:
-        return _definition(**arguments)
-    value = with_own_gradient(_definition, implementation.compute, arguments)
-    return average_grad_over_ranks(value) if gather else value
+    vectors = anchor, positive, negative, temperature
+    options = similarity, symmetric, in_batch, negatives_from
+    masks = positive_ids, positive_mask, candidate_mask
+    others = false_negative_margin, false_negative_ratio, decoupled, gather, reduction
+    call = Call(*vectors, *options, *masks, *others)  # type: ignore[arg-type]  # of several tuples
+    _check(call)
+    return compute(_definition, IMPLEMENTATIONS, impl, call._asdict())
 
 
 def _definition(**arguments: Any) -> Tensor:
-    return _operation_by_operation(Call(**arguments))
-
-
-def _operation_by_operation(call: Call) -> Tensor:
-    """The formula; with ``gather`` the keys are the rows of all ranks."""
-    own, (rows, keys) = _own_keys(call), _vectors(call)
-    sources = {"query": "anchor", "positive": "positive"}
-    more = [_products(rows[x], keys[x]) for s, x in sources.items() if s in call.negatives_from]
-    scored: list[tuple[Tensor, Tensor, Tensor]] = []
-    of_keys = call.anchor
-    for direction in directions(call):
-        if scored and call.in_batch and call.ranks() == 1:
-            of_keys = of_keys.T
-        else:
-            of_keys = _products(rows[direction.query], keys[direction.key])
-        is_positive, excluded = _positives_and_excluded(direction, own)
-        parts = [(of_keys, excluded), *((scores, excluded | own) for scores in more)]
-        if call.bounds() != (None, None):
-            limit = false_negative_limit(largest_positive(of_keys, is_positive), *call.bounds())
-            parts = [(x, mask | (x.detach() > limit[:, None])) for x, mask in parts]
-        if call.negative is not None:
-            scores = _products(rows[direction.query], keys["negative"])
-            left_out = direction.left_out_negatives(slice(None))
-            none = torch.zeros_like(scores, dtype=torch.bool)
-            parts.append((scores, none if left_out is None else left_out))
-        scores, absent = parts[0]
-        if len(parts) > 1:
-            scores, absent = (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
-        scored.append((scores, is_positive, absent))
-
+    """The formula, operation by operation; with ``gather`` the keys are the rows of all ranks."""
+    call = Call(**arguments)
+    scored = _scored(call)
     valid = None  # in every direction
     if call.decoupled or call.positive_mask is not None or call.candidate_mask is not None:
         has_terms = [is_positive.any(-1) for _, is_positive, _ in scored]
@@ -202,50 +154,62 @@ def _operation_by_operation(call: Call) -> Tensor:
     for scores, is_positive, absent in scored:
         if valid is not None:
             scores = scores.masked_fill(~valid[:, None], 0.0)
-        is_learned = isinstance(call.temperature, Tensor)
-        if is_learned or call.positive_mask is not None:
-            is_positive = nnf.pad(is_positive, (0, scores.shape[1] - is_positive.shape[1]))
-        if is_learned:  # its gradient has the scores: 0 * NaN is NaN
+        is_positive = nnf.pad(is_positive, (0, scores.shape[1] - is_positive.shape[1]))
+        if isinstance(call.temperature, Tensor):  # its gradient has the scores: 0 * NaN is NaN
             scores = scores.masked_fill(absent & ~is_positive, 0.0)
         scores = scores / call.temperature
         if call.positive_mask is None:
-            own_scores = scores[:, 0] if not call.in_batch else diagonal(scores, call.first())
-            values.append(one_positive_rows(scores, own_scores, absent, decoupled=call.decoupled))
+            own = diagonal(scores, call.first()) if call.in_batch else scores[:, 0]
+            values.append(one_positive_rows(scores, own, absent, decoupled=call.decoupled))
         else:
             values.append(contrastive_rows(scores, is_positive, absent, decoupled=call.decoupled))
     mean = (values[0] + values[1]) / 2 if call.symmetric else values[0]
     return reduce(mean, call.reduction, valid, call.gather)
 
 
-def _own_keys(call: Call) -> Tensor:
-    """Mask ``[B, K]`` of each row's own positive."""
-    device = call.anchor.device
-    if not call.in_batch:
-        return torch.ones(len(call.anchor), 1, dtype=torch.bool, device=device)
-    own = torch.arange(call.first(), call.first() + len(call.anchor), device=device)
-    return own[:, None] == torch.arange(call.num_keys(), device=device)
-
-
-def _positives_and_excluded(direction: Direction, own: Tensor) -> tuple[Tensor, Tensor]:
-    """Masks ``[B, K]`` of the positives and, these included, of what is no negative."""
-    is_positive = own if direction.positives is None else direction.positives
-    excluded = direction.excluded_keys(slice(0, len(own)))
-    if excluded is None:
-        return is_positive, is_positive
-    left_out = direction.left_out
-    if left_out is None:
-        return is_positive, is_positive | excluded
-    return is_positive & ~left_out[:, : own.shape[1]], is_positive | excluded
+def _scored(call: Call) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return of each direction the scores, the positives ``[B, K]`` and what is no negative."""
+    (rows, keys), every = _vectors(call), slice(0, len(call.anchor))
+    place = torch.arange(call.first(), call.first() + len(call.anchor), device=call.anchor.device)
+    own = place[:, None] == torch.arange(call.num_keys(), device=place.device)
+    own = own if call.in_batch else torch.ones_like(own)
+    sources = {"query": "anchor", "positive": "positive"}
+    more = [_products(rows[x], keys[x]) for s, x in sources.items() if s in call.negatives_from]
+    bounds = call.false_negative_margin, call.false_negative_ratio
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    of_keys = call.anchor
+    for direction in directions(call):
+        if found and call.in_batch and call.ranks() == 1:
+            of_keys = of_keys.T
+        else:
+            of_keys = _products(rows[direction.query], keys[direction.key])
+        marked = own if direction.positives is None else direction.positives
+        is_positive, left_out = marked, direction.left_out
+        if left_out is not None:
+            is_positive = marked & ~left_out[:, : call.num_keys()]
+        limit = None
+        if bounds != (None, None):
+            limit = false_negative_limit(largest_positive(of_keys, is_positive), *bounds)[:, None]
+        parts: list[tuple[Tensor, ...]] = []
+        for scores, absent in [(of_keys, marked), *((x, marked | own) for x in more)]:
+            excluded = direction.excluded(scores, limit, every)
+            parts.append((scores, absent if excluded is None else absent | excluded))
+        if call.negative is not None:
+            scores = _products(rows[direction.query], keys["negative"])
+            absent = torch.zeros_like(scores, dtype=torch.bool)
+            parts.append((scores, absent if left_out is None else left_out[:, call.num_keys() :]))
+        if len(parts) > 1:
+            parts = [tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True))]
+        found.append((parts[0][0], is_positive, parts[0][1]))
+    return found
 
 
 Vectors = tuple[Tensor, Tensor | None]  # and which of them stand for vectors that are not finite
 
 
 def _vectors(call: Call) -> tuple[dict[str, Vectors], dict[str, Vectors]]:
-    """Return what is multiplied: this rank's rows, and as keys the sides and the negatives.
-
-    What masks and ids leave out may be NaN, which must not reach a gradient: it is replaced by 0.
-    """
+    """Return what is multiplied: this rank's rows, and as keys the sides and the negatives."""
+    # What masks and ids leave out may be NaN, which must not reach a gradient: 0 replaces it.
     options = call.positive_ids, call.positive_mask, call.candidate_mask
     hides_nan = call.decoupled or any(option is not None for option in options)
 
@@ -259,10 +223,8 @@ def _vectors(call: Call) -> tuple[dict[str, Vectors], dict[str, Vectors]]:
     if not call.in_batch:  # each row's own key
         keys = {name: (x[:, None], n if n is None else n[:, None]) for name, (x, n) in rows.items()}
     elif call.ranks() > 1:
-        needed = ["positive"]
-        if call.symmetric or "query" in call.negatives_from:
-            needed.append("anchor")
-        keys = {name: vectors(gather_rows(dense[name])) for name in needed}
+        is_needed = {"anchor": call.symmetric or "query" in call.negatives_from, "positive": True}
+        keys = {name: vectors(gather_rows(x)) for name, x in dense.items() if is_needed[name]}
     if call.negative is not None:
         negative = as_dense(call.negative)
         negative = gather_rows(negative, call.gather and negative.ndim == 2)
@@ -272,32 +234,25 @@ def _vectors(call: Call) -> tuple[dict[str, Vectors], dict[str, Vectors]]:
 
 def _products(query: Vectors, key: Vectors) -> Tensor:
     """Return the similarities of all queries with all keys, or with their own, ``[B, N, D]``."""
-    (query_rows, query_is_nan), (key_rows, key_is_nan) = query, key
-    if key_rows.ndim == 2:
-        scores = query_rows @ key_rows.T
-    else:
-        scores = torch.einsum("bd,bnd->bn", query_rows, key_rows)
-    if key_is_nan is not None and query_is_nan is not None:
-        scores = scores.masked_fill(query_is_nan[:, None] | key_is_nan, torch.nan)
-    return scores
+    (rows, row_is_nan), (keys, key_is_nan) = query, key
+    scores = rows @ keys.T if keys.ndim == 2 else torch.einsum("bd,bnd->bn", rows, keys)
+    if key_is_nan is None or row_is_nan is None:
+        return scores
+    return scores.masked_fill(row_is_nan[:, None] | key_is_nan, torch.nan)
 
 
 def _check(call: Call) -> None:
     """Raise for options that do not go together, and masks that do not fit the candidates."""
     if not call.in_batch:
-        if call.positive_mask is not None:
+        if call.positive_mask is not None or set(call.negatives_from) != {"document"}:
             raise ValueError(
-                "expected `positive_mask` only with `in_batch=True`, got in_batch=False"
+                "expected in_batch=True with `positive_mask`, and with `negatives_from` other than "
+                '("document",), got in_batch=False'
             )
-        if set(call.negatives_from) != {"document"}:
-            raise ValueError(
-                'expected `negatives_from` to be ("document",) with in_batch=False, '
-                f"got {call.negatives_from!r}"
-            )
-        if number_of(call.negative) == 0:
+        if call.num_negatives() == 0:
             raise ValueError("expected `negative` with in_batch=False, got no other candidates")
     is_shared = call.negative is not None and call.negative.ndim == 2
-    num_negatives = number_of(call.negative) * (call.ranks() if is_shared else 1)
+    num_negatives = call.num_negatives() * (call.ranks() if is_shared else 1)
     for name, more in (("positive_mask", 0), ("candidate_mask", num_negatives)):
         mask, num_keys = getattr(call, name), call.num_keys()
         if mask is not None and mask.shape[1] != num_keys + more:
@@ -338,20 +293,7 @@ class InfoNCELoss(LossModule):
         impl: Impl = "auto",
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(
-            info_nce_loss,
-            temperature=temperature,
-            similarity=similarity,
-            symmetric=symmetric,
-            in_batch=in_batch,
-            negatives_from=negatives_from,
-            false_negative_margin=false_negative_margin,
-            false_negative_ratio=false_negative_ratio,
-            decoupled=decoupled,
-            gather=gather,
-            impl=impl,
-            reduction=reduction,
-        )
+        super().__init__(info_nce_loss, locals())
 
     def forward(
         self,
@@ -366,15 +308,10 @@ class InfoNCELoss(LossModule):
         impl: Impl | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        return info_nce_loss(
-            anchor,
-            positive,
-            negative,
-            positive_ids=positive_ids,
-            positive_mask=positive_mask,
-            candidate_mask=candidate_mask,
-            **self.hyperparameters(gather=gather, impl=impl),
-        )
+        options = self.hyperparameters(gather=gather, impl=impl)
+        options |= {"positive_ids": positive_ids, "positive_mask": positive_mask}
+        options["candidate_mask"] = candidate_mask
+        return info_nce_loss(anchor, positive, negative, **options)
 
 
 @loss(
@@ -468,13 +405,7 @@ class InfoNCEFromScoresLoss(LossModule):
         gather: bool = False,
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(
-            info_nce_from_scores,
-            temperature=temperature,
-            decoupled=decoupled,
-            gather=gather,
-            reduction=reduction,
-        )
+        super().__init__(info_nce_from_scores, locals())
 
     def forward(
         self,
@@ -487,3 +418,61 @@ class InfoNCEFromScoresLoss(LossModule):
         """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather)
         return info_nce_from_scores(scores, positive_mask, candidate_mask=candidate_mask, **options)
+
+
+@loss(scores="B C, detached", positive_mask="B C, mask, optional", margin="finite", ratio=">= 0")
+def false_negative_mask(
+    scores: Tensor,
+    positive_mask: Tensor | None = None,
+    *,
+    margin: float | None = None,
+    ratio: float | None = None,
+) -> Tensor:
+    r"""Mask that leaves out candidates that score too high to be negatives.
+
+    Candidate $c$ of row $i$ is left out if $s_{ic} > s_i + m$ or, where $s_i > 0$, if
+    $s_{ic} > \rho s_i$, with the largest score $s_i$ of the row's positives, the margin $m$ and the
+    ratio $\rho$. A candidate at the bound, a positive and a NaN stay. The scores may be those of a
+    guide, a second model; ``info_nce_loss`` itself applies margin and ratio to its own.
+
+    Args:
+        scores: ``[B, C]`` floating, of any model; detached.
+        positive_mask: ``[B, C]`` bool, int or float 0/1; by default the diagonal of square scores.
+            A row without a positive keeps all candidates.
+        margin: ``m``, finite, in units of the scores.
+        ratio: ``rho``, >= 0.
+
+    Returns:
+        ``[B, C]`` bool, False for candidates that are left out: a ``candidate_mask`` for a loss.
+
+    Raises:
+        ValueError: for wrong shapes or bounds, without any bound, or without ``positive_mask`` if
+            the scores are not square.
+        TypeError: for wrong dtypes.
+
+    Examples:
+        >>> import torch
+        >>> from sparse_losses.functional import false_negative_mask
+        >>> guide = torch.tensor([[0.8, 0.95, 0.1], [0.2, 0.9, 0.7], [0.0, 0.6, 0.5]])
+        >>> false_negative_mask(guide, margin=0.1)
+        tensor([[ True, False,  True],
+                [ True,  True,  True],
+                [ True,  True,  True]])
+
+    References:
+        GISTEmbed: Guided In-sample Selection of Training Negatives. NV-Retriever: Improving text
+        embedding models with effective hard-negative mining (``ratio``). Qwen3 Embedding
+        (``margin``).
+    """
+    if margin is None and ratio is None:
+        raise ValueError("expected `margin` or `ratio`, got neither")
+    rows, columns = scores.shape
+    if positive_mask is None:
+        if rows != columns:
+            raise ValueError(
+                "expected `positive_mask` unless `scores` are square, "
+                f"got `scores` of shape {list(scores.shape)}"
+            )
+        positive_mask = torch.eye(rows, dtype=torch.bool, device=scores.device)
+    limit = false_negative_limit(largest_positive(scores, positive_mask), margin, ratio)
+    return ~(scores > limit[:, None]) | positive_mask

@@ -70,7 +70,7 @@ class LanguagePenaltyLoss(LossModule):
     def __init__(
         self, token_penalty: Tensor, *, gather: bool = False, reduction: Reduction = "mean"
     ) -> None:
-        super().__init__(language_penalty_loss, gather=gather, reduction=reduction)
+        super().__init__(language_penalty_loss, locals())
         check_shapes(token_penalty=(token_penalty, "V"))
         self.register_constant("token_penalty", token_penalty)
 

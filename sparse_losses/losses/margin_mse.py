@@ -99,7 +99,7 @@ class MarginMSELoss(LossModule):
     """
 
     def __init__(self, *, gather: bool = False, reduction: Reduction = "mean") -> None:
-        super().__init__(margin_mse_loss, gather=gather, reduction=reduction)
+        super().__init__(margin_mse_loss, locals())
 
     def forward(
         self,
@@ -112,11 +112,6 @@ class MarginMSELoss(LossModule):
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        return margin_mse_loss(
-            student_positive,
-            student_negative,
-            teacher_positive,
-            teacher_negative,
-            candidate_mask=candidate_mask,
-            **self.hyperparameters(gather=gather),
-        )
+        tensors = student_positive, student_negative, teacher_positive, teacher_negative
+        options = self.hyperparameters(gather=gather) | {"candidate_mask": candidate_mask}
+        return margin_mse_loss(*tensors, **options)

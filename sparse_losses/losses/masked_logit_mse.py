@@ -70,9 +70,7 @@ class MaskedLogitMSELoss(LossModule):
     def __init__(
         self, *, threshold: float = 0.0, gather: bool = False, reduction: Reduction = "mean"
     ) -> None:
-        super().__init__(
-            masked_logit_mse_loss, threshold=threshold, gather=gather, reduction=reduction
-        )
+        super().__init__(masked_logit_mse_loss, locals())
 
     def forward(
         self, student_logits: Tensor, teacher_logits: Tensor, *, gather: bool | None = None

@@ -99,13 +99,7 @@ class MinActivationLoss(LossModule):
         gather: bool = False,
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(
-            min_activation_loss,
-            top_k=top_k,
-            threshold=threshold,
-            gather=gather,
-            reduction=reduction,
-        )
+        super().__init__(min_activation_loss, locals())
 
     def forward(
         self, activations: Tensor, token_counts: Tensor | None = None, *, gather: bool | None = None

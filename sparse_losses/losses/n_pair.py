@@ -94,7 +94,7 @@ class NPairLoss(LossModule):
     """
 
     def __init__(self, *, gather: bool = False, reduction: Reduction = "mean") -> None:
-        super().__init__(n_pair_loss, gather=gather, reduction=reduction)
+        super().__init__(n_pair_loss, locals())
 
     def forward(
         self,

@@ -8,6 +8,7 @@ from torch import Tensor
 from sparse_losses._core.checks import check_shapes, check_unit_interval
 from sparse_losses._core.implementations import Arguments, Implementation, always, compute
 from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.own_gradient import temperature_reason
 from sparse_losses._core.products import as_single
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
@@ -95,18 +96,17 @@ def nws_loss(
         queue_mask: ``[Q]`` bool, int or float 0/1; marks the filled slots. Without it, slots whose
             features and labels are all zero are empty, as in a new ``LabelQueue``.
         alpha: weight of keys and queue among the positives, >= 0.
-        beta: weight of keys and queue among the negatives, >= 0; 0 removes them.
+        beta: the same among the negatives, >= 0; 0 removes them.
         temperature: ``t``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
         aggregation: ``"mean"`` or ``"max"``.
         decoupled: whether the positives stay out of the denominator.
         eps: $\varepsilon$ >= 0. If above 0, the gradient of a negative fades once the score of the
             best positive exceeds its own by ``-log(eps)`` temperatures.
         gather: whether all ranks' keys are references, and ``"mean"`` and ``"sum"`` are over all
-            ranks' queries (see ``sparse_losses.distributed``). Sizes, prototypes and queue must be
-            the same on every rank (``LabelQueue(gather=True)``).
-        impl: ``"definition"`` evaluates the formula operation by operation; ``"direct"`` computes
-            value and gradient together, some queries at a time (not for ``reduction="none"``);
-            ``"auto"`` selects direct where it is supported.
+            ranks' queries. Sizes, prototypes and queue must be the same on every rank
+            (``LabelQueue(gather=True)``).
+        impl: ``"definition"``, the formula itself; ``"direct"``, value and gradient together, some
+            queries at a time (not for ``reduction="none"``); ``"auto"``: direct if supported.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -219,14 +219,9 @@ def _similarity(y: Tensor, y_r: Tensor, call: Call) -> Tensor:
 
 
 def _unsupported_reason(arguments: Arguments) -> str | None:
-    query, temperature = arguments["query"], arguments["temperature"]
     if arguments["reduction"] == "none":
         return 'reduction="mean" or "sum"'
-    if isinstance(temperature, Tensor) and temperature.device != query.device:
-        return f"`temperature` on {query.device}, where `query` is, got {temperature.device}"
-    if not isinstance(temperature, Tensor) and not 1e-30 <= temperature <= 1e30:
-        return f"`temperature` from 1e-30 to 1e30, got {temperature},"
-    return None
+    return temperature_reason(arguments["temperature"], arguments["query"])
 
 
 IMPLEMENTATIONS = (Implementation("direct", _unsupported_reason, always, direct_nws),)
@@ -264,18 +259,7 @@ class NWSLoss(LossModule):
         impl: Impl = "auto",
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(
-            nws_loss,
-            alpha=alpha,
-            beta=beta,
-            temperature=temperature,
-            aggregation=aggregation,
-            decoupled=decoupled,
-            eps=eps,
-            gather=gather,
-            impl=impl,
-            reduction=reduction,
-        )
+        super().__init__(nws_loss, locals())
         check_shapes(label_similarity=(label_similarity, "L L, optional"))
         if type(label_similarity) is Tensor and label_similarity.device.type != "meta":
             check_unit_interval("label_similarity", label_similarity.cpu())
@@ -296,15 +280,7 @@ class NWSLoss(LossModule):
         impl: Impl | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        return nws_loss(
-            query,
-            query_labels,
-            prototype,
-            self.label_similarity,
-            key=key,
-            key_labels=key_labels,
-            queue=queue,
-            queue_labels=queue_labels,
-            queue_mask=queue_mask,
-            **self.hyperparameters(gather=gather, impl=impl),
-        )
+        options = self.hyperparameters(gather=gather, impl=impl)
+        options |= {"key": key, "key_labels": key_labels, "queue": queue}
+        options |= {"queue_labels": queue_labels, "queue_mask": queue_mask}
+        return nws_loss(query, query_labels, prototype, self.label_similarity, **options)

@@ -70,9 +70,7 @@ class PairwiseContrastiveLoss(LossModule):
     def __init__(
         self, *, margin: float = 1.0, gather: bool = False, reduction: Reduction = "mean"
     ) -> None:
-        super().__init__(
-            pairwise_contrastive_loss, margin=margin, gather=gather, reduction=reduction
-        )
+        super().__init__(pairwise_contrastive_loss, locals())
 
     def forward(
         self, x1: Tensor, x2: Tensor, same: Tensor, *, gather: bool | None = None

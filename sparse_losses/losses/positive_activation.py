@@ -8,12 +8,7 @@ from sparse_losses._core.entries import values_at
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce_means
 from sparse_losses._core.softmax import softplus
-from sparse_losses._core.token_ids import (
-    TokenIds,
-    check_ids,
-    first_occurrences,
-    id_mask,
-)
+from sparse_losses._core.token_ids import TokenIds, check_ids, first_occurrences, id_mask
 
 
 @loss(
@@ -116,13 +111,8 @@ class PositiveActivationLoss(LossModule):
         gather: bool = False,
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(
-            positive_activation_loss,
-            saturating=saturating,
-            ignore_token_ids=check_ids("ignore_token_ids", ignore_token_ids),
-            gather=gather,
-            reduction=reduction,
-        )
+        ignore_token_ids = check_ids("ignore_token_ids", ignore_token_ids)
+        super().__init__(positive_activation_loss, locals())
         check_shapes(token_weight=(token_weight, "V, optional"))
         check_weights("token_weight", token_weight)
         self.register_constant("token_weight", token_weight)
@@ -136,10 +126,6 @@ class PositiveActivationLoss(LossModule):
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        return positive_activation_loss(
-            activations,
-            positive_input_ids,
-            positive_attention_mask,
-            self.token_weight,
-            **self.hyperparameters(gather=gather),
-        )
+        text = positive_input_ids, positive_attention_mask
+        options = self.hyperparameters(gather=gather)
+        return positive_activation_loss(activations, *text, self.token_weight, **options)

@@ -99,7 +99,7 @@ class RankNetLoss(LossModule):
         gather: bool = False,
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(ranknet_loss, temperature=temperature, gather=gather, reduction=reduction)
+        super().__init__(ranknet_loss, locals())
 
     def forward(
         self,

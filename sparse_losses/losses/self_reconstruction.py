@@ -104,13 +104,8 @@ class SelfReconstructionLoss(LossModule):
         gather: bool = False,
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(
-            self_reconstruction_loss,
-            ignore_token_ids=check_ids("ignore_token_ids", ignore_token_ids),
-            balanced=balanced,
-            gather=gather,
-            reduction=reduction,
-        )
+        ignore_token_ids = check_ids("ignore_token_ids", ignore_token_ids)
+        super().__init__(self_reconstruction_loss, locals())
 
     def forward(
         self,

@@ -121,13 +121,7 @@ class TripletMarginLoss(LossModule):
         gather: bool = False,
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(
-            triplet_margin_loss,
-            margin=margin,
-            similarity=similarity,
-            gather=gather,
-            reduction=reduction,
-        )
+        super().__init__(triplet_margin_loss, locals())
 
     def forward(
         self,

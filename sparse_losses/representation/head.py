@@ -68,7 +68,7 @@ def splade_head(
     Of equal scores the first position gets the gradient on the CPU, any position elsewhere.
 
     The head is a layer of the model. On an accelerator it multiplies hidden states and weight in
-    their own dtype, or in autocast's; on a CPU in fp32. All later operations are in fp32.
+    their own dtype, or in autocast's; on a CPU, and in all later operations, in fp32.
 
     Args:
         hidden: ``[B, S, H]`` floating.
@@ -207,15 +207,11 @@ class SpladeHead(LossModule):
     Args:
         weight: ``[V, H]``.
         bias: ``[V]``.
-        transform: layers that are applied to the hidden states first, ``[B, S, H]`` to
-            ``[B, S, H]``, as a masked language model has before its vocabulary projection.
-        activation: as in the function, like ``sparse_grad`` and ``impl``.
-        softcap: the soft cap of the model, if it caps its logits.
-        threshold: a number or ``[V]``.
+        transform: layers that are applied to the hidden states first, as a masked language model
+            has before its vocabulary projection.
+        activation: as in the function, like ``softcap``, ``threshold``, ``layout``,
+            ``sparse_grad`` and ``impl``.
         logit_scale: a constant factor > 0 on the logits, before the soft cap.
-        layout: ``torch.strided`` or ``torch.sparse_csr``.
-        sparse_grad: whether the weight's gradient is sparse.
-        impl: how to compute the value.
 
     Examples:
         >>> import torch
@@ -246,15 +242,7 @@ class SpladeHead(LossModule):
         sparse_grad: bool = False,
         impl: Impl = "auto",
     ) -> None:
-        super().__init__(
-            splade_head,
-            activation=activation,
-            softcap=softcap,
-            threshold=threshold,
-            layout=layout,
-            sparse_grad=sparse_grad,
-            impl=impl,
-        )
+        super().__init__(splade_head, locals())
         check_shapes(weight=(weight, "V H"), bias=(bias, "V, optional"))
         check_threshold(threshold, len(weight))
         check_number("logit_scale", logit_scale, minimum=0.0, exclusive=True)
@@ -280,24 +268,17 @@ class SpladeHead(LossModule):
         ``resize_token_embeddings``, which replaces the matrix, and after PEFT has wrapped it.
 
         Args:
-            model: A masked or causal language model whose layers between hidden states and logits
-                are a chain that ends in a linear map, or a ``PeftModel`` around it. LoRA adapters
-                on that map are part of the product.
+            model: a masked or causal language model whose layers between hidden states and logits
+                are a chain that ends in a linear map, with or without LoRA adapters.
             **options: ``activation``, ``threshold``, ``layout``, ``sparse_grad`` and ``impl``.
 
         Raises:
-            TypeError: if the model is no language model, has other layers, or has other adapters
-                than plain LoRA on its output embeddings.
+            TypeError: if the model is no language model, or has other layers or adapters.
         """
         found = head_of(model)
-        head = cls(
-            found.linear.weight,
-            found.linear.bias,
-            transform=found.transform,
-            softcap=found.softcap,
-            logit_scale=found.logit_scale,
-            **options,
-        )
+        options |= {"transform": found.transform, "softcap": found.softcap}
+        options["logit_scale"] = found.logit_scale
+        head = cls(found.linear.weight, found.linear.bias, **options)
         head._linear = (found.linear,)
         return head
 
@@ -316,21 +297,22 @@ class SpladeHead(LossModule):
             hidden = hidden * self.logit_scale
             bias = None if bias is None else bias * self.logit_scale
         weight = adapted_weight(*self._linear) if self._linear else self.weight
+        inputs, threshold = (hidden, weight, bias, attention_mask), self.threshold
         options = self.hyperparameters(layout=layout)
         options |= {"gate": gate, "return_logits": return_logits}
-        threshold = self.threshold
         if not self.keep_at_least or not isinstance(threshold, float):
-            return splade_head(hidden, weight, bias, attention_mask, **options)
+            return splade_head(*inputs, **options)
         if options["layout"] != torch.strided:
             raise ValueError(f"expected dense vectors to prune, got layout={options['layout']}")
-        output = splade_head(hidden, weight, bias, attention_mask, **options | {"threshold": None})
-        whole, logits = output if isinstance(output, tuple) else (output, None)
-        options = {"activation": self.activation}
-        kept = pruned_weights(whole, threshold, self.keep_at_least, **options)
-        return kept if logits is None else (kept, logits)
+        output = splade_head(*inputs, **options | {"threshold": None})
+        whole, *logits = output if isinstance(output, tuple) else (output,)
+        kept = pruned_weights(
+            whole, threshold, self.keep_at_least, activation=options["activation"]
+        )
+        return (kept, logits[0]) if logits else kept
 
     def extra_repr(self) -> str:
         """Return the sizes and the hyperparameters."""
         vocab_size, hidden_size = self.weight.shape
-        sizes = f"{vocab_size=}, {hidden_size=}, bias={self.bias is not None}"
-        return f"{sizes}, {super().extra_repr()}"
+        bias = self.bias is not None
+        return f"{vocab_size=}, {hidden_size=}, {bias=}, {super().extra_repr()}"

@@ -63,22 +63,13 @@ def splade_pool(
     References:
         SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval, eq. 6.
     """
-    arguments: dict[str, Any] = {
-        "logits": logits,
-        "attended": attention_mask,
-        "dtype": compute_dtype(logits=logits),
-        "return_logits": return_logits,
-    }
     check_threshold(threshold, logits.shape[-1])
+    arguments: dict[str, Any] = {"logits": logits, "attended": attention_mask}
+    arguments |= {"dtype": compute_dtype(logits=logits), "return_logits": return_logits}
     chosen = choose(IMPLEMENTATIONS, impl, arguments)
     compute: Callable[..., Any] = _definition if chosen is None else chosen.compute
-    return splade_activation(
-        *compute(**arguments),
-        activation=activation,
-        softcap=softcap,
-        threshold=threshold,
-        return_logits=return_logits,
-    )
+    options: Any = {"activation": activation, "softcap": softcap, "threshold": threshold}
+    return splade_activation(*compute(**arguments), return_logits=return_logits, **options)
 
 
 def _definition(

@@ -125,7 +125,7 @@ def test_with_gather_the_ranks_make_the_same_call(first, second, wrong):
 
 class ExampleLoss(LossModule):
     def __init__(self, *, scale=1.0, kind="a"):
-        super().__init__(example_loss, scale=scale, kind=kind)
+        super().__init__(example_loss, locals())
 
 
 def test_a_module_checks_and_shows_its_hyperparameters():

@@ -9,7 +9,7 @@ import torch
 
 from sparse_losses.fast import info_nce as fast
 from sparse_losses.fast import sparse
-from sparse_losses.functional import info_nce_loss
+from sparse_losses.functional import info_nce_from_scores, info_nce_loss
 from tests.instruments import Recorder
 
 B, V, N = 7, 26, 3
@@ -215,3 +215,13 @@ def test_the_score_matrix_of_a_large_batch_is_never_held_whole():
     assert anchor.grad.any()
     assert sizes[0] < rows * rows
     assert sizes[1] >= rows * rows, "the recorder sees"
+
+
+@pytest.mark.parametrize("impl", ["definition", "direct", "blocks", "nonzeros"])
+def test_an_infinite_negative_score_is_nan_as_in_cross_entropy(impl):
+    negative = torch.tensor([[torch.inf, 1.0]])
+    loss = info_nce_loss(torch.eye(2), torch.eye(2), negative, similarity="dot", impl=impl)
+    assert loss.isnan()
+    scores, first = torch.tensor([[1.0, torch.inf]]), torch.tensor([[1, 0]])
+    assert info_nce_from_scores(scores, first).isnan()
+    assert info_nce_from_scores(-scores, first) == 0  # its probability is 0
