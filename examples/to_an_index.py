@@ -58,7 +58,7 @@ def main(
     Path(folder).mkdir(exist_ok=True)
     program = export(encoder, documents[:2], "document")
     torch.export.save(program, Path(folder) / "document.pt2")
-    print({engine: rows[0] for engine, rows in vectors.items()})
+    print(f"{len(documents)} documents; the first: {vectors['solr'][0][:60]} ...")
     return vectors
 
 
