@@ -104,6 +104,21 @@ def test_a_pair_of_flops_weights_is_that_of_the_studies(page):
         )
 
 
+# Translations.
+
+
+def sections(page):
+    """Return the ids of a page's sections, given or made of their words."""
+    prose = split_code(page.read_text(encoding="utf-8"))[0]
+    headings = re.findall(r"^ *##+ (.+?) *(?:\{ #([\w-]+) \})?$", prose, re.MULTILINE)
+    return [given or re.sub(r"\W+", "-", words.lower()) for words, given in headings]
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*/losses/*.md")), ids=name)
+def test_a_translated_loss_has_the_sections_of_the_english_page_without_the_api(page):
+    assert sections(page) == [x for x in sections(DOCS / "losses" / page.name) if x != "api"]
+
+
 # Sentences with the results that they come from.
 
 

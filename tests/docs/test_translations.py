@@ -46,19 +46,6 @@ def test_a_page_and_its_translation_link_to_each_other(page):
     assert f"]({os.path.relpath(page, english.parent)})" in english.read_text(encoding="utf-8")
 
 
-def sections(page):
-    """Return the ids of a page's sections, given or made of their words."""
-    prose = markdown.split_code(page.read_text(encoding="utf-8"))[0]
-    headings = re.findall(r"^ *##+ (.+?) *(?:\{ #([\w-]+) \})?$", prose, re.MULTILINE)
-    return [given or re.sub(r"\W+", "-", words.lower()) for words, given in headings]
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "losses"], ids=name)
-def test_a_translated_loss_has_the_sections_of_the_english_page_without_the_api(page):
-    english = DOCS / front_matter(page.read_text(encoding="utf-8"))["translation_of"]
-    assert sections(page) == [each for each in sections(english) if each != "api"]
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [

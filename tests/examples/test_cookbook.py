@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
+from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedTokenizerFast
 
 from sparse_losses import SpladeEncoder, StaticQueryEncoder
 from tests.representation.tiny_models import causal_lm, masked_lm, tokenizer
@@ -46,13 +46,17 @@ def words(script):
     return PreTrainedTokenizerFast(tokenizer_object=tokens, model_max_length=128, **named)
 
 
-@pytest.fixture
-def tiny(words, tmp_path):
-    """The folder of a model that is sparse already, as a trained SPLADE model is."""
+def configuration(words):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"intermediate_size": 32, "max_position_embeddings": 128}
-    model = BertForMaskedLM(BertConfig(vocab_size=len(words), **sizes))
+    return BertConfig(vocab_size=len(words), **sizes)
+
+
+@pytest.fixture
+def tiny(words, tmp_path):
+    """The folder of a model that is sparse already, as a trained SPLADE model is."""
+    model = BertForMaskedLM(configuration(words))
     with torch.no_grad():
         model.get_output_embeddings().bias -= 0.1
     model.save_pretrained(tmp_path / "tiny")
@@ -85,10 +89,16 @@ def test_fine_tune(script, splade, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(SpladeEncoder, "from_dense"), reason="there is no from_dense")
-@pytest.mark.parametrize("model", ["tiny", "MINILM"])
-def test_from_dense(script, request, model, tmp_path):
+@pytest.mark.parametrize("model", ["dense", "MINILM"])
+def test_from_dense(script, request, model, words, tmp_path):
     folder = tmp_path / "trained"
-    found = script("from_dense").main(given(request, model), steps=2, folder=str(folder))
+    if model == "dense":
+        path = str(tmp_path / model)
+        BertModel(configuration(words)).save_pretrained(path)
+        words.save_pretrained(path)
+    else:
+        path = given(request, model)
+    found = script("from_dense").main(path, steps=2, folder=str(folder))
     assert abs(found.after.document_active - 64) < 2
     assert SpladeEncoder.from_pretrained(folder).document_threshold == found.document_threshold
 
