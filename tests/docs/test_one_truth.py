@@ -1,0 +1,241 @@
+"""What pages say of names, settings and results is what code and results say."""
+
+import ast
+import functools
+import importlib
+import inspect
+import re
+from statistics import mean
+
+import pytest
+
+import sparse_losses
+import sparse_losses.functional as F
+from benchmarks.run.table import RESULTS as BENCHMARKS
+from benchmarks.run.table import read
+from benchmarks.studies.learn import FIXED
+from tests.test_house import STEMS
+from tools.markdown import DOCS, ROOT, body, expand, split_code
+from tools.tables import RESULTS, front
+
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+
+
+def name(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+@functools.cache
+def code_of(page):
+    """Return what Python can read of a page: its blocks and the code in its sentences."""
+    if page.suffix == ".py":
+        texts = [page.read_text(encoding="utf-8")]
+    else:
+        prose, blocks = split_code(expand(body(page.read_text(encoding="utf-8"))))
+        texts = [text for language, text in blocks if language in ("python", "py", "text")]
+        texts += re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose)
+    trees = []
+    for text in texts:
+        try:
+            trees.append(ast.parse(text))
+        except SyntaxError:
+            continue  # an output, a shape
+    return trees
+
+
+def calls(page):
+    """Yield every call of a public name, with the function or class."""
+    public = {**vars(F), **vars(sparse_losses)}
+    for tree in code_of(page):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                called = public.get(node.func.id)
+                if callable(called) and node.func.id in {*F.__all__, *sparse_losses.__all__}:
+                    yield node, called
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_imports_and_arguments_exist(page):
+    """Also in blocks that are not run, in sentences and in translations."""
+    if page.name == "changelog.md":
+        pytest.skip("tells of names that went")
+    for tree in code_of(page):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sparse_losses"):
+                module = importlib.import_module(node.module)
+                for each in node.names:
+                    if not hasattr(module, each.name):
+                        importlib.import_module(f"{node.module}.{each.name}")
+    for node, called in calls(page):
+        known = inspect.signature(called).parameters
+        if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+            continue
+        given = {keyword.arg for keyword in node.keywords if keyword.arg}
+        assert given <= set(known), f"{ast.unparse(node)}: {given - set(known)}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *SCRIPTS], ids=name)
+def test_dot_products_are_trained_at_temperature_1(page):
+    if page.parent.name == "losses":
+        pytest.skip("compares forms of one loss")
+    for node, called in calls(page):
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        similarity, temperature = given.get("similarity"), given.get("temperature")
+        if called.__name__ in ("InfoNCELoss", "info_nce_loss") and isinstance(
+            similarity, ast.Constant
+        ):
+            is_number = isinstance(temperature, ast.Constant)
+            assert similarity.value != "dot" or not is_number or temperature.value == 1.0
+
+
+PAIR = re.compile(
+    r"(0\.\d+)\s+(?:for\s+documents\s+)?and\s+(?:the\s+)?(0\.\d+)(?:\s+for\s+queries)"
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_pair_of_flops_weights_is_that_of_the_studies(page):
+    """Those of sentence-transformers, and a thousand times these."""
+    pairs = {tuple(x * FIXED[side] for side in ("document", "query")) for x in (1, 1000)}
+    for document, query in PAIR.findall(page.read_text(encoding="utf-8")):
+        assert any(pytest.approx(pair) == (float(document), float(query)) for pair in pairs), (
+            f"{document}, {query}"
+        )
+
+
+# Translations.
+
+
+def sections(page):
+    """Return the ids of a page's sections, given or made of their words."""
+    prose = split_code(page.read_text(encoding="utf-8"))[0]
+    headings = re.findall(r"^ *##+ (.+?) *(?:\{ #([\w-]+) \})?$", prose, re.MULTILINE)
+    return [given or re.sub(r"\W+", "-", words.lower()) for words, given in headings]
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*/losses/*.md")), ids=name)
+def test_a_translated_loss_has_the_sections_of_the_english_page_without_the_api(page):
+    assert sections(page) == [x for x in sections(DOCS / "losses" / page.name) if x != "api"]
+
+
+# Sentences with the results that they come from.
+
+
+def recall(file, row, arm):
+    """Recall@10 of a model of the small studies, pruned to 24 and 32 dimensions."""
+    rows = read(RESULTS / file)
+    own = [x for x in rows if (x["row"], x["arm"]) == (row, arm)]
+    return mean(float(x["recall_10"]) for x in own if x["asked_document"] == "32")
+
+
+def start(row, share):
+    return recall("start.csv", row, f"start {share}, nothing" if share else "nothing")
+
+
+def acts(row, arm):
+    file = "start.csv" if arm == "nothing" else "battery.csv"
+    return recall(file, row, f"start 1/4, {arm}")
+
+
+def ndcg(arm, number):
+    rows = [x for x in read(RESULTS / "collection.csv") if x["model"] == "cognition"]
+    return mean(
+        float(x["ndcg_10"])
+        for x in rows
+        if (x["arm"].split(", ")[-1], x["asked_document"]) == (arm, number)
+    )
+
+
+def language(variant, key):
+    return mean(float(x[key]) for x in read(RESULTS / "languages.csv") if x["variant"] == variant)
+
+
+def gpu_steps():
+    rows = read(BENCHMARKS / "cuda-training.csv")
+    plain = {x["pairs"]: x for x in rows if x["variant"] == "eager" and x["status"] == "ok"}
+    return [(plain[x["pairs"]], x) for x in rows if x["variant"] == "ours" and x["pairs"] in plain]
+
+
+def front_memory():
+    return [
+        [float(cell.split(" MiB")[0].replace(",", "")) for cell in row.split(" | ")[1:]]
+        for row in front().splitlines()[2:]
+    ]
+
+
+NUMBERS = ("64", "32", "16")
+CLAIMS = {
+    "the SPLADE head needs a fraction of the memory": (
+        "README.md",
+        lambda: all(ours < plain / 4 for ours, plain in front_memory()),
+    ),
+    "From a trained SPLADE model it changes little": (
+        "docs/target_sparsity.md",
+        lambda: all(abs(ndcg("fixed x1000", n) - ndcg("nothing", n)) < 0.02 for n in NUMBERS),
+    ),
+    "With cosines, FLOPS ranks lower than nothing, and BatchTopK about as high": (
+        "docs/target_sparsity.md",
+        lambda: (
+            acts("bert cosine", "gain 32") < acts("bert cosine", "nothing")
+            and acts("bert cosine", "fixed x1000") < acts("bert cosine", "nothing")
+            and acts("bag cosine", "gain 32") < acts("bag cosine", "nothing")
+            and acts("bag cosine", "fixed x1000") < acts("bag cosine", "nothing")
+            and abs(acts("bert cosine", "topk 32 from 75%") - acts("bert cosine", "nothing")) < 0.05
+        ),
+    ),
+    "There a small FLOPS weight is the remedy": (
+        "docs/target_sparsity.md",
+        lambda: acts("bert dot", "fixed x1000") > 3 * acts("bert dot", "nothing"),
+    ),
+    "Transformers of cosines rank higher from still sparser starts": (
+        "docs/target_sparsity.md",
+        lambda: all(
+            start("bert cosine", x) > start("bert cosine", "1/4") for x in ("1/16", "1/64")
+        ),
+    ),
+    "other kinds of models then learn little": (
+        "docs/target_sparsity.md",
+        lambda: all(start(x, "1/64") < 0.2 for x in ("static dot", "bag cosine", "bert dot")),
+    ),
+    "A transformer gains from any sparse start": (
+        "docs/target_sparsity.md",
+        lambda: all(
+            start(row, x) > start(row, "")
+            for row in ("bert cosine", "bert dot")
+            for x in ("1/2", "1/4", "1/8", "1/16", "1/64")
+        ),
+    ),
+    "A bag of word vectors loses from a start that is too sparse": (
+        "docs/target_sparsity.md",
+        lambda: start("bag cosine", "1/64") < start("bag cosine", ""),
+    ),
+    "takes less time and a fraction of the memory": (
+        "docs/benchmarks.md",
+        lambda: all(
+            float(ours["seconds"]) < float(plain["seconds"])
+            and float(ours["peak_bytes"]) < float(plain["peak_bytes"]) / 3
+            for plain, ours in gpu_steps()
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_claim_is_on_its_page_and_follows_from_the_results(claim):
+    page, follows = CLAIMS[claim]
+    assert claim in " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert follows(), f"{page} says {claim!r}, which the results contradict"
+
+
+def test_numbers_in_sentences_are_those_of_the_results():
+    page = " ".join((DOCS / "losses" / "language_penalty.md").read_text(encoding="utf-8").split())
+    share, left = (language(x, "query_foreign") for x in ("no penalty", "penalty 0.005"))
+    before, after = (language(x, "recall_10") for x in ("no penalty", "penalty 0.005"))
+    assert f"from {share:.0%} to {left:.1%}" in page
+    assert f"Recall@10 from {before:.3f} to {after:.3f}" in page
+    assert f"leaves a share of {language('FLOPS x 3', 'query_foreign'):.0%}" in page
+    _, blocks = split_code((ROOT / "README.md").read_text(encoding="utf-8"))
+    (printed,) = [text for kind, text in blocks if kind == "text"]
+    assert printed in (RESULTS / "first-loop.txt").read_text(encoding="utf-8")
+    assert f"[{len(STEMS)} losses]" in (ROOT / "README.md").read_text(encoding="utf-8")

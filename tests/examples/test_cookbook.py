@@ -1,0 +1,218 @@
+"""Every script of the cookbook, with tiny untrained models; with real ones where they are given.
+
+`SPLADE_TINY` names the folder of a trained SPLADE model, `MINILM` that of a dense encoder.
+"""
+
+import importlib
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedTokenizerFast
+
+from sparse_losses import SpladeEncoder, StaticQueryEncoder
+from tests.representation.tiny_models import causal_lm, masked_lm, tokenizer
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Import a script as Python does that runs it: beside `data.py`."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(EXAMPLES) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def words(script):
+    """A tokenizer of the words of the pairs that are trained on."""
+    texts = " ".join(f"{name} {text}" for name, text, _ in script("data").documented())
+    commonest = sorted(set(re.findall(r"\w+", texts.lower())))[:2000]
+    vocabulary = {word: i for i, word in enumerate([*SPECIAL, *commonest])}
+    tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokens.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    named = dict(zip(names, SPECIAL, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, model_max_length=128, **named)
+
+
+def configuration(words):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 32, "max_position_embeddings": 128}
+    return BertConfig(vocab_size=len(words), **sizes)
+
+
+@pytest.fixture
+def tiny(words, tmp_path):
+    """The folder of a model that is sparse already, as a trained SPLADE model is."""
+    model = BertForMaskedLM(configuration(words))
+    with torch.no_grad():
+        model.get_output_embeddings().bias -= 0.1
+    model.save_pretrained(tmp_path / "tiny")
+    words.save_pretrained(tmp_path / "tiny")
+    return str(tmp_path / "tiny")
+
+
+@pytest.fixture(params=["tiny", "SPLADE_TINY"])
+def splade(request):
+    """The tiny model, and the real one."""
+    return given(request, request.param)
+
+
+def given(request, name):
+    if name == "tiny":
+        return request.getfixturevalue("tiny")
+    return os.environ.get(name) or pytest.skip(f"{name} is not set")
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:sentence-transformers does not apply")
+
+
+def test_fine_tune(script, splade, tmp_path):
+    folder = tmp_path / "trained"
+    found = script("fine_tune").main(splade, steps=2, folder=str(folder))
+    assert abs(found.after.document_active - 64) < 2
+    assert abs(found.after.query_active - 8) < 1
+    loaded = SpladeEncoder.from_pretrained(folder)
+    assert loaded.document_threshold == found.document_threshold > 0
+
+
+@pytest.mark.skipif(not hasattr(SpladeEncoder, "from_dense"), reason="there is no from_dense")
+@pytest.mark.parametrize("model", ["dense", "MINILM"])
+def test_from_dense(script, request, model, words, tmp_path):
+    folder = tmp_path / "trained"
+    if model == "dense":
+        path = str(tmp_path / model)
+        BertModel(configuration(words)).save_pretrained(path)
+        words.save_pretrained(path)
+    else:
+        path = given(request, model)
+    found = script("from_dense").main(path, steps=2, folder=str(folder))
+    assert abs(found.after.document_active - 64) < 2
+    assert SpladeEncoder.from_pretrained(folder).document_threshold == found.document_threshold
+
+
+@pytest.mark.parametrize("model", ["tiny", "decoder", "SPLADE_TINY"])
+def test_lora(script, request, model, words, tmp_path):
+    if model == "decoder":
+        path = str(tmp_path / model)
+        causal_lm("qwen3", len(words), max_position_embeddings=128).save_pretrained(path)
+        words.save_pretrained(path)
+    else:
+        path = given(request, model)
+    loaded = script("lora").main(path, steps=2, folder=str(tmp_path / "adapters"))
+    weights = dict(loaded.named_parameters())
+    adapters = [x for name, x in weights.items() if "lora_B" in name]
+    assert adapters
+    assert all(x.any() for x in adapters)  # they are 0 before the training
+    assert not (tmp_path / "adapters" / "model.safetensors").exists()
+    before = SpladeEncoder.from_pretrained(path).model.get_input_embeddings().weight
+    assert torch.equal(loaded.model.get_input_embeddings().weight, before)
+
+
+@pytest.mark.parametrize(("model", "teacher"), [("tiny", "tiny"), ("SPLADE_TINY", "MINILM")])
+def test_teachers(script, request, model, teacher):
+    loss = script("teachers").main(given(request, model), given(request, teacher), steps=2)
+    assert 0 < loss < 1000
+
+
+def test_mined_negatives(script, splade, capsys):
+    assert script("mined_negatives").main(splade, steps=2) > 0
+    assert re.search(r"[1-9]\d* negatives of \d+ queries", capsys.readouterr().out)
+
+
+def test_a_mined_negative_is_neither_the_answer_nor_as_good(script, tiny):
+    encoder = SpladeEncoder.from_pretrained(tiny)
+    pairs = [
+        ("copy file", "copy data of a file"),
+        ("copy tree", "copy data of a tree"),
+        ("copy file", "copy data of a file"),  # the first one's answer, too
+        ("random number", "return a random number"),
+    ]
+    found = [negatives for *_, negatives in script("mined_negatives").mine(encoder, pairs)]
+    assert found[0] == found[2] == ["copy data of a tree"]
+    assert found[3] == []
+
+
+def test_korean(script, tmp_path):
+    path = str(tmp_path / "multilingual")
+    masked_lm("xlm-roberta", 400, max_position_embeddings=140).save_pretrained(path)
+    tokenizer("unigram").save_pretrained(path)
+    korean = script("korean")
+    folder = str(tmp_path / "trained")
+    before, after = korean.main(path, steps=2, folder=folder)
+    assert 0 <= after <= 1
+    assert 0 < before <= 1
+    assert SpladeEncoder.from_pretrained(folder).document_threshold is not None
+
+
+def test_inference_free(script, splade, tmp_path):
+    folder = str(tmp_path / "router")
+    weights = script("inference_free").main(splade, steps=2, folder=folder)
+    assert all(0 < len(one) <= 8 for one in weights)
+    queries = StaticQueryEncoder.from_pretrained(folder)
+    assert queries.encode_query(["parse a date", "copy a file"], output="tokens") == weights
+
+
+def test_multi_label(script, splade):
+    before, after = script("multi_label").main(splade, steps=3)
+    assert 0 < before < 1
+    assert 0 < after < 1
+    assert before != after
+
+
+def test_the_labels_that_a_neighbour_shares_are_counted(script):
+    class Given(torch.nn.Module):
+        def forward(self, texts):
+            return torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0]])
+
+    labels = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    share = script("multi_label").shared(Given(), ["a", "b", "c"], labels)
+    assert share == pytest.approx((1 / 2 + 1 + 0) / 3)
+
+
+def test_a_large_batch_has_its_own_gradient(script, tiny):
+    """Of one pass over the whole batch, where dropout is off."""
+    encoder = SpladeEncoder.from_pretrained(tiny).double()
+    columns = [["copy a file", "parse a date", "sort"], ["copy", "read a date", "order"]]
+    loss = script("large_batch").InfoNCELoss(similarity="dot", temperature=1.0)
+    cached = script("large_batch").cached_backward(encoder, columns, loss, size=2)
+    gradients = [parameter.grad for parameter in encoder.parameters()]
+    encoder.zero_grad()
+    whole = loss(*(encoder(**encoder.tokenize(column)) for column in columns))
+    whole.backward()
+    torch.testing.assert_close(cached, whole.detach())
+    for parameter, gradient in zip(encoder.parameters(), gradients, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_large_batch(script, splade, capsys):
+    assert script("large_batch").main(splade, steps=1, batch=64, size=16) > 0
+    assert "64 pairs" in capsys.readouterr().out
+
+
+def test_to_an_index(script, splade, tmp_path):
+    folder = tmp_path / "index"
+    vectors = script("to_an_index").main(splade, products=0.2, folder=str(folder))
+    rows = list(zip(*vectors.values(), strict=True))
+    assert len(rows) > 100
+    for weights, elastic, qdrant, vespa, solr in rows:
+        assert weights == vespa["cells"]
+        assert sorted(weights.values()) == pytest.approx(sorted(qdrant["values"]))
+        assert set(elastic) == {token.replace(".", "__") for token in weights}
+        assert solr.count("|") >= len(weights)
+    program = torch.export.load(folder / "document.pt2").module()
+    encoder = SpladeEncoder.from_pretrained(splade)
+    batch = encoder.tokenize(["copy a file", "the largest of three numbers"])
+    assert program(*batch.values(), side="document").shape == (2, encoder.vocab_size)
