@@ -171,23 +171,6 @@ def test_other_archives_are_refused(tmp_path, changes):
         DocumentFrequency.load(tmp_path / "other.npz")
 
 
-def test_counts_of_another_vocabulary_are_not_unpacked(tmp_path, monkeypatch):
-    np.savez_compressed(
-        tmp_path / "many.npz", **_archive(df=np.zeros(10**6, np.int64), vocab_size=10**6)
-    )
-    read = []
-    getitem = np.lib.npyio.NpzFile.__getitem__
-    monkeypatch.setattr(
-        np.lib.npyio.NpzFile,
-        "__getitem__",
-        lambda self, key: read.append(key) or getitem(self, key),
-    )
-    with pytest.raises(ValueError, match=f"vocab_size = {V}, got 1000000"):
-        DocumentFrequency.load(tmp_path / "many.npz", vocab_size=V)
-    assert read
-    assert "df" not in read
-
-
 def test_it_counts_whatever_the_default_device(tmp_path):
     with torch.device("meta"):
         counter = counted_on_cpu([[1, 2], [2]])
