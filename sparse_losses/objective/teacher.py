@@ -81,21 +81,27 @@ class BM25Teacher(nn.Module):
         )
 
 
-def score_candidates(
+def score_batch(
     teacher: Teacher,
     anchor: Mapping[str, Any],
     positive: Mapping[str, Any],
     negative: Mapping[str, Any] | None = None,
-) -> Tensor:
-    """Return a teacher's scores of all candidates: ``[B, B]``, with negatives ``[B, B + N]``."""
+    *,
+    score_anchors: bool = False,
+) -> dict[str, Any]:
+    """Return the fields of a batch whose candidates, and anchors if asked, a teacher scores."""
     scores = _scores(teacher, anchor, positive)
-    if negative is None:
-        return scores
-    tokens = {name: x.flatten(0, -2) for name, x in negative.items() if isinstance(x, Tensor)}
-    others = _scores(teacher, anchor, {**negative, **tokens})
-    if negative["input_ids"].ndim == 3:  # keep each anchor's own negatives
-        others = others.reshape(len(others), *negative["input_ids"].shape[:2]).diagonal().T
-    return torch.cat([scores, others], 1)
+    if negative is not None:
+        ids = negative["input_ids"]
+        flat = {name: x.flatten(0, -2) for name, x in negative.items() if isinstance(x, Tensor)}
+        others = _scores(teacher, anchor, {**negative, **flat})
+        if ids.ndim == 3:  # keep each anchor's own negatives
+            others = others.reshape(len(others), *ids.shape[:2]).diagonal().T
+        scores = torch.cat([scores, others], 1)
+    fields = {"teacher_scores": scores, "teacher_candidates": "batch"}
+    return fields | (
+        {"teacher_anchor_scores": _scores(teacher, anchor, anchor)} if score_anchors else {}
+    )
 
 
 def _scores(teacher: Any, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:

@@ -50,12 +50,11 @@ class Term(nn.Module):
         self.uses_scores_of_others = compute is _info_nce
         for name, value in settings.items():
             setattr(self, name, value)
-        known = sorted({int(token) for token in check_ids("token ids", ids) or ()})
-        if known and known[0] < 0:
-            raise ValueError(f"expected token ids >= 0, got {known[0]}")
-        self._largest_id = max(known, default=-1)
-        on_host = torch.tensor(known, dtype=torch.int64, device="cpu")
-        self.register_buffer("token_ids", on_host, persistent=False)
+        known = torch.as_tensor(check_ids("token ids", ids), dtype=torch.int64, device="cpu")
+        smallest, self._largest_id = (int(x) for x in known.aminmax()) if len(known) else (0, -1)
+        if smallest < 0:
+            raise ValueError(f"expected token ids >= 0, got {smallest}")
+        self.register_buffer("token_ids", known, persistent=False)
 
     def forward(self, batch: SpladeBatch) -> Tensor:
         """Return the loss of what it gets of a batch, or the function's value."""
@@ -187,12 +186,12 @@ def min_activation(side: Side, loss: Loss = None, *, special_token_ids: TokenIds
 
 def _min_activation(term: Any, batch: SpladeBatch) -> Any:
     texts = batch.texts(term.side)
-    if texts.attention_mask is None:
-        return term.call(batch, _signed(texts))
-    attended = as_mask("attention_mask", texts.attention_mask)
-    if texts.input_ids is not None and len(term.token_ids) > 0:
-        attended = attended & ~torch.isin(texts.input_ids, term.token_ids)
-    return term.call(batch, _signed(texts), attended.sum(-1))
+    if (attended := texts.attention_mask) is not None:
+        attended = as_mask("attention_mask", attended)
+        if texts.input_ids is not None and len(term.token_ids) > 0:
+            attended = attended & ~torch.isin(texts.input_ids, term.token_ids)
+        attended = attended.sum(-1)
+    return term.call(batch, _signed(texts), attended)
 
 
 def self_reconstruction(side: Side, loss: Loss = None, *, special_token_ids: TokenIds = ()) -> Term:
