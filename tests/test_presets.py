@@ -126,8 +126,8 @@ def test_what_an_objective_needs_and_hides():
     assert V22.missing() == ["temperature", "margin", "top_k", "threshold"]
     assert V26.missing() == V28.missing() == []
     hidden = V26.objective(idf=IDF, stopword_ids=STOPWORDS, hide_stopwords=True).terms
-    assert hidden["info_nce"].token_ids.tolist() == STOPWORDS
-    assert hidden["query_flops"].token_ids.tolist() == STOPWORDS
+    assert hidden["info_nce"].stopword_ids.tolist() == STOPWORDS
+    assert hidden["query_flops"].stopword_ids.tolist() == STOPWORDS
     assert RECOMMENDED.missing() == []
     preset = RECOMMENDED.replace(weights={"query_flops": 0.1}, warmup={"query_flops": 0.25})
     objective = preset.objective()

@@ -127,7 +127,7 @@ class SpladeObjective(nn.Module):
                 try:
                     values[name] = value = self.terms[name](batch)
                     check_shapes(value=(value, ""))  # 0-d
-                except (TypeError, ValueError) as error:
+                except (IndexError, TypeError, ValueError) as error:
                     error.args = (f"the term {name!r}: {error}",)
                     raise
         return {name: values[name] for name in active}

@@ -67,7 +67,7 @@ def test_modules_of_terms_are_part_of_the_objective():
     names = {"terms.info_nce.loss.temperature", "terms.query_flops.loss.token_weight"}
     assert set(made.state_dict()) == names
     assert [*made.parameters()] == [temperature]
-    assert made.to("meta").terms["query_flops"].token_ids.is_meta
+    assert made.to("meta").terms["query_flops"].stopword_ids.is_meta
     copied = copy.deepcopy(objective({"info_nce": 1.0, "query_flops": 2.0}))
     again = pickle.loads(pickle.dumps(copied))
     b = batch()
@@ -337,8 +337,8 @@ def test_assigned_settings_are_checked_at_the_next_call(term, name, value):
 
 
 def test_ids_that_are_no_token_of_the_vocabulary_are_refused():
-    with pytest.raises(ValueError, match="token ids >= 0, got -1"):
+    with pytest.raises(ValueError, match="`stopword_ids` >= 0, got -1"):
         terms.flops("query", stopword_ids=[3, -1])
-    term = terms.flops("query", stopword_ids=[3, V])
-    with pytest.raises(ValueError, match=f"below V = {V}, got {V}"):
-        term(SpladeBatch(Texts(torch.rand(B, V)), Texts(torch.rand(B, V))))
+    made = SpladeObjective({"x": (1.0, terms.flops("query", stopword_ids=torch.tensor([3, V])))})
+    with pytest.raises(IndexError, match=f"the term 'x': .*index {V} is out of bounds"):
+        made(batch())
