@@ -98,9 +98,13 @@ def test_without_terms_the_total_is_0_with_a_graph():
 
 def test_a_weight_may_be_learned():
     weight = torch.nn.Parameter(torch.tensor(2.0))
-    total, values = objective({"query_flops": weight})(batch())
+    made = objective({"query_flops": weight, "info_nce": torch.tensor(0.5)})
+    total, values = made(batch())
     total.backward()
     torch.testing.assert_close(weight.grad, values["query_flops"].float())
+    assert [*made.parameters()] == [made.learned_weights["query_flops"]] == [weight]
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made)), made.to("meta")):
+        assert other.weights["query_flops"] is other.learned_weights["query_flops"]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -302,6 +306,8 @@ def test_a_batch_that_does_not_fit_is_an_error(term, negative, change, message):
         ((math.nan, len), r"weights\['x'\]` to be"),
         ((1.0, lambda b: b.anchor[0].sum(1)), r"the term 'x': expected .* shape \[\], got \[5\]"),
         ((1.0, lambda b: 3), "the term 'x': expected .* torch.Tensor, got int"),
+        (terms.flops("query"), r"pair of a weight and a term, 'x': \(1\.0, term\), got Term"),
+        ((1.0, 3), "pair of a weight and a term"),
         (lambda: terms.flops("both"), "`side` to be one of"),
         (lambda: terms.info_nce(sl.InfoNCELoss), "a module that returns one number"),
         (lambda: terms.flops("query", stopword_ids=["a"]), "to be integers, got 'a'"),
@@ -309,7 +315,13 @@ def test_a_batch_that_does_not_fit_is_an_error(term, negative, change, message):
 )
 def test_wrong_terms_are_errors(pair, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        SpladeObjective({"x": pair() if callable(pair) else pair})(batch())
+        SpladeObjective({"x": pair if isinstance(pair, tuple | terms.Term) else pair()})(batch())
+
+
+@pytest.mark.parametrize("name", ["a.b", "keys", "", 3])
+def test_a_name_that_a_module_cannot_hold_is_an_error(name):
+    with pytest.raises(ValueError, match=f"a string without a dot .*, got {name!r}"):
+        SpladeObjective({name: (1.0, len)})
 
 
 def test_a_raw_tensor_is_an_error_that_names_the_texts():

@@ -29,9 +29,9 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
       for pairwise contrastive 0/1 ``[B]``; for NWS multi-hot ``[B, L]``; for InfoNCE and triplet
       margin ids, with ``labels_are_ids``.
     - A negative with the id of its row's positive is none, and with a score of ``-inf``.
-    - Distillation, RankNet and MarginMSE alone compare dot products. A teacher of cosines in 0..1 for
-      a student of dot products needs ``terms.distillation(similarity="dot", score_scale=1.0,
-      teacher_scale=1 / t)``, ``t`` the temperature at which the teacher was trained.
+    - Distillation, RankNet and MarginMSE alone compare dot products. To distil a bi-encoder's
+      cosines into dot products, take ``terms.distillation(similarity="dot", score_scale=1.0,
+      teacher_scale=1 / t)``, with the temperature ``t`` at which the bi-encoder was trained.
 
     Args:
         model: a ``SparseEncoder`` or ``SentenceTransformer``.

@@ -172,6 +172,9 @@ def test_wrong_options_are_errors(loss, options, error, message, sparse):
 DISTILLED = sl.SpladeObjective({"distillation": (1.0, terms.distillation())})
 UNFIT = [
     (sl.InfoNCELoss(), 1, None, "InfoNCELoss expected 2 columns or more, got 1"),
+    (sl.InfoNCELoss(), 2, torch.arange(6), r"InfoNCELoss .*`labels_are_ids=True`.* got labels \[6"),
+    (sl.InfoNCELoss(), 3, runs.SCORES[:6, :2], "InfoNCELoss expected labels alone with"),
+    (sl.TripletMarginLoss(), 3, torch.rand(6), "TripletMarginLoss expected labels alone with"),
     (sl.MarginMSELoss(), 3, None, r"labels as \[\[6, 2\]\], got None"),
     (sl.DistillationLoss(), 3, runs.SCORES[:6], r"labels as \[\[6, 2\]\], got \[6, 3\]"),
     (sl.PairwiseContrastiveLoss(), 2, None, "same"),
