@@ -27,12 +27,11 @@ FAR = 3.0  # times its value at chance, from which InfoNCE starts too high
 class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
     """A callback for trainers of transformers and sentence-transformers: state, log, calibration.
 
-    - **Checkpoints** have the states of the schedules and the learned parameters of ``loss``;
-      ``resume_from_checkpoint`` restores them.
-    - **Several processes.** Make the encoder the trainer's model. The learned parameters of
-      ``loss`` start alike on all processes, and their gradients are averaged.
-    - **The log** has the terms of every ``SpladeObjective``, without weights, and the diagnostics.
-    - **The end.** ``calibrate`` runs if texts are given. The checkpoints are not calibrated.
+    Checkpoints have the states of the schedules and the learned parameters of ``loss``, and
+    ``resume_from_checkpoint`` restores them. On several processes these parameters start alike and
+    their gradients are averaged; make the encoder the trainer's model. The log has the terms of
+    every ``SpladeObjective``, without weights, and the diagnostics. At the end ``calibrate`` runs,
+    if texts are given; the checkpoints are not calibrated.
 
     Args:
         *schedules: each a ``TrainingSchedule``, or another object with ``attach(optimizer)``,

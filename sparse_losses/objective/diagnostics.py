@@ -43,20 +43,10 @@ class Report(dict[str, float]):
 class Diagnostics:
     r"""Statistics of the activations of one side, over any number of batches.
 
-    The page Diagnostics has the formulas of all numbers that ``report`` returns, such as
-
-    - ``active_dimensions``: mean number per text, over the texts that have any.
-    - ``dead_rows``, ``dense_rows``: shares of texts without active dimensions, and with more than a
-      quarter of the vocabulary.
-    - ``longest_list``: the largest share of the texts that activate one token.
-    - ``special_share``, ``stopword_share``, ``foreign_share``: shares of the active entries;
-      ``..._top``: of each text's ``top_k`` largest. Foreign tokens are neither allowed nor special.
-    - ``input_recall``, ``other_side_recall``: shares of the tokens of a text, and of its positive
-      or its query, that it activates, without special ones.
-    - ``training_mode``: share of the texts that a model in training mode has encoded: dropout makes
-      counts that are many times those of evaluation mode, which an index has.
-
-    The report leaves out numbers whose inputs are missing. The state is a few numbers per token.
+    The page Diagnostics has the formulas of all numbers that ``report`` returns; it leaves out
+    those whose inputs are missing. Foreign tokens are neither allowed nor special.
+    ``training_mode`` is the share of the texts that a model in training mode has encoded: dropout
+    makes counts that are many times those of evaluation mode, which an index has.
 
     Examples:
         >>> import torch
@@ -94,8 +84,7 @@ class Diagnostics:
 
     def reset(self) -> None:
         """Reset the state to that of a new object."""
-        # By token, [3 V]: activations, texts that have it active, texts that have it on top. Then
-        # the `NUMBERS` of `update`.
+        # By token, [3 V]: activations, texts that have it active, and on top. Then `NUMBERS`.
         self._sums: Tensor | None = None
 
     @torch.no_grad()

@@ -131,13 +131,10 @@ class DocumentFrequency:
             np.savez_compressed(file, **arrays)
 
     @classmethod
-    def load(
-        cls, path: str | os.PathLike[str], *, tokenizer: Any = None, vocab_size: int | None = None
-    ) -> Self:
+    def load(cls, path: str | os.PathLike[str], *, tokenizer: Any = None) -> Self:
         """Load a file written by ``save``, without unpickling.
 
-        Counts of another ``tokenizer`` (with ``get_vocab()``) or ``vocab_size``, where given, are
-        refused, and so are impossible numbers.
+        Impossible numbers are refused, and counts of another ``tokenizer`` (with ``get_vocab()``).
         """
         sha256 = None if tokenizer is None else tokenizer_sha256(tokenizer)
         with (
@@ -148,9 +145,8 @@ class DocumentFrequency:
             if archive.zip.testzip() is not None:
                 raise ValueError("its checksum is wrong")
             counter = cls._of_arrays(**archive)
-        for name, wanted in (("vocab_size", vocab_size), ("tokenizer_sha256", sha256)):
-            if wanted not in (None, had := getattr(counter, name)):
-                raise ValueError(f"expected {path} to have {name} = {wanted!r}, got {had!r}")
+        if sha256 not in (None, had := counter.tokenizer_sha256):
+            raise ValueError(f"expected {path} to have tokenizer_sha256 = {sha256!r}, got {had!r}")
         return counter
 
     @classmethod

@@ -243,17 +243,15 @@ def test_the_fingerprint_depends_on_pairs_and_not_on_their_order():
     assert fingerprint != tokenizer_sha256(Tokenizer({"b": 0, "가": 1}))
 
 
-def test_load_checks_tokenizer_and_vocab_size(tmp_path):
+def test_load_checks_the_tokenizer(tmp_path):
     ours, other = Tokenizer({"a": 0, "b": 1}), Tokenizer({"b": 0, "a": 1})
     path = tmp_path / "counts.npz"
     counted([[1, 2]], tokenizer_sha256=tokenizer_sha256(ours)).save(path)
-    assert same(DocumentFrequency.load(path, tokenizer=ours, vocab_size=V), counted([[1, 2]]))
+    assert same(DocumentFrequency.load(path, tokenizer=ours), counted([[1, 2]]))
     with pytest.raises(ValueError, match=r"counts\.npz .*tokenizer") as error:
         DocumentFrequency.load(path, tokenizer=other)
     assert tokenizer_sha256(ours) in str(error.value)
     assert tokenizer_sha256(other) in str(error.value)
-    with pytest.raises(ValueError, match=f"vocab_size = {V + 1}, got {V}"):
-        DocumentFrequency.load(path, vocab_size=V + 1)
     with pytest.raises(AttributeError, match="get_vocab"):
         DocumentFrequency.load(path, tokenizer="bert-base-uncased")
     counted([[1]]).save(path)
