@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from sparse_losses import DocumentFrequency
 from sparse_losses.vocabulary.document_frequency import tokenizer_sha256
-from tests.distributed.ranks import run_ranks
 
 V = 6
 documents = st.lists(st.lists(st.integers(0, V - 1), max_size=5), max_size=8)
@@ -202,30 +201,6 @@ def test_an_old_file_without_the_number_of_tokens_loads(tmp_path):
         assert loaded.idf().isfinite().all()
         with pytest.raises(ValueError, match=r"`num_tokens` for .*an old file"):
             _ = loaded.mean_length
-
-
-SHARDS = [[[1, 2], [2]], [[2, 5], [], [0]]]
-
-
-def _rank(rank, folder):
-    with pytest.raises(ValueError, match="vocab_size"):
-        DocumentFrequency(V + rank).all_reduce()
-    with pytest.raises(ValueError, match="tokenizer_sha256"):
-        DocumentFrequency(V, tokenizer_sha256=f"rank {rank}").all_reduce()
-    counter = counted(SHARDS[rank], tokenizer_sha256="abc")
-    assert counter.all_reduce() is counter
-    counter.save(f"{folder}/rank{rank}.npz")
-
-
-def test_all_reduce_gives_every_rank_the_count_of_all_documents(tmp_path):
-    assert same(counted(SHARDS[0]).all_reduce(), counted(SHARDS[0])), "without a process group"
-    run_ranks(2, _rank, str(tmp_path))
-    for rank in range(2):
-        loaded = DocumentFrequency.load(tmp_path / f"rank{rank}.npz")
-        assert loaded.df.tolist() == loop(SHARDS[0] + SHARDS[1])
-        assert loaded.num_documents == 5
-        assert loaded.num_tokens == 6
-        assert loaded.tokenizer_sha256 == "abc"
 
 
 class Tokenizer:
