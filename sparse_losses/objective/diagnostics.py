@@ -44,9 +44,10 @@ class Diagnostics:
     r"""Statistics of the activations of one side, over any number of batches.
 
     The page Diagnostics has the formulas of all numbers that ``report`` returns; it leaves out
-    those whose inputs are missing. Foreign tokens are neither allowed nor special.
-    ``training_mode`` is the share of the texts that a model in training mode has encoded: dropout
-    makes counts that are many times those of evaluation mode, which an index has.
+    those whose inputs are missing. ``special_share``, ``stopword_share`` and ``foreign_share`` are
+    of the active entries; foreign tokens are neither allowed nor special. ``training_mode`` is the
+    share of the texts that a model in training mode has encoded: dropout makes counts that are many
+    times those of evaluation mode, which an index has.
 
     Examples:
         >>> import torch

@@ -81,7 +81,7 @@ class SpladeObjective(nn.Module):
         self.active()
 
     def _apply(self, *args: Any, **options: Any) -> Self:
-        super()._apply(*args, **options)
+        super()._apply(*args, **options)  # type: ignore[no-untyped-call]
         self.weights.update(self.learned_weights)  # other objects, on a meta device
         return self
 

@@ -68,7 +68,7 @@ class BM25Teacher(nn.Module):
             if texts.get(ids) is None:  # `SpladeLoss` does not pass tokens on
                 raise TypeError(f"expected `{name}` as a dict of the tensors {ids} and {mask}")
         tensors = query[ids], query[mask], document[ids], document[mask]
-        options = {"k1": self.k1, "b": self.b, "mean_length": self.mean_length}
+        options: Any = {"k1": self.k1, "b": self.b, "mean_length": self.mean_length}
         idf, ignored = self.idf.to(query[ids].device), self.special_token_ids
         return bm25_scores(*tensors, idf, ignore_token_ids=ignored, **options)
 

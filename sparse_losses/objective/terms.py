@@ -67,12 +67,12 @@ class Term(nn.Module):
         return ", ".join(f"{name}={x!r}" for name, x in plain.items())
 
 
-def _call(loss: Any, batch: SpladeBatch, *tensors: Tensor | None, **masks: Tensor | None) -> Any:
+def _call(loss: Any, batch: SpladeBatch, *tensors: Any, **masks: Tensor | None) -> Tensor:
     """Call a loss, of all ranks' texts if the batch says so; a mask may be None."""
     options: dict[str, Any] = {name: mask for name, mask in masks.items() if mask is not None}
     if batch.gather:
         options["gather"] = True
-    return loss(*tensors, **options)
+    return loss(*tensors, **options)  # type: ignore[no-any-return]
 
 
 def _hide(ids: Tensor, activations: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def distillation(
     Cosines are too flat for a softmax: 1 over InfoNCE's temperature gives both the same scale.
     ``teacher_scale`` is by default ``score_scale``.
     """
-    settings = {"score_scale": score_scale, "teacher_scale": teacher_scale}
+    settings: Any = {"score_scale": score_scale, "teacher_scale": teacher_scale}
     settings |= {"similarity": similarity, "of": "candidates"}
     return Term(_taught, loss=loss or DistillationLoss(), **settings)
 
@@ -127,7 +127,7 @@ def distillation(
 def context_distillation(loss: Loss = None, **options: Any) -> Term:
     """Distillation of the anchors' scores with one another; the options are ``distillation``'s."""
     term = distillation(loss, **options)
-    term.of = "anchors"
+    term.of = "anchors"  # type: ignore[assignment]
     return term
 
 
