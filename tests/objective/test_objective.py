@@ -309,6 +309,8 @@ def test_a_batch_that_does_not_fit_is_an_error(term, negative, change, message):
         (terms.flops("query"), r"pair of a weight and a term, 'x': \(1\.0, term\), got Term"),
         ((1.0, 3), "pair of a weight and a term"),
         (lambda: terms.flops("both"), "`side` to be one of"),
+        (lambda: (1.0, terms.distillation(score_scale=0.0)), "the term 'x': .*`score_scale`"),
+        (lambda: (1.0, terms.ranknet(similarity="cos")), "the term 'x': .*`similarity`"),
         (lambda: terms.info_nce(sl.InfoNCELoss), "a module that returns one number"),
         (lambda: terms.flops("query", stopword_ids=["a"]), "to be integers, got 'a'"),
     ],
@@ -327,25 +329,6 @@ def test_a_name_that_a_module_cannot_hold_is_an_error(name):
 def test_a_raw_tensor_is_an_error_that_names_the_texts():
     with pytest.raises(TypeError, match=r"to be a SpladeBatch\(Texts\(activations, .*Tensor"):
         objective({"info_nce": 1.0})(RAW)
-
-
-@pytest.mark.parametrize(
-    ("term", "name", "value"),
-    [
-        ("distillation", "score_scale", 0.0),
-        ("distillation", "teacher_scale", -1.0),
-        ("distillation", "similarity", "cos"),
-        ("info_nce", "temperature", -1.0),
-        ("info_nce", "similarity", "cos"),
-        ("info_nce", "impl", "no"),
-    ],
-)
-def test_assigned_settings_are_checked_at_the_next_call(term, name, value):
-    made = objective({"info_nce": 1.0, "distillation": 1.0})
-    owner = made.terms[term]
-    setattr(owner if term == "distillation" else owner.loss, name, value)
-    with pytest.raises(ValueError, match=rf"the term '{term}'.*{name}"):
-        made(batch())
 
 
 def test_ids_that_are_no_token_of_the_vocabulary_are_refused():
