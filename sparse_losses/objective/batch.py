@@ -13,7 +13,12 @@ from sparse_losses._core.similarity import normalize
 from sparse_losses.objective.teacher import Teacher, score_batch
 
 Similarity = Literal["cosine", "dot"]
-BESIDES = ("positive_ids", "candidate_mask", "teacher_scores", "teacher_anchor_scores")
+BESIDES = {
+    "positive_ids": "B, optional",
+    "candidate_mask": "B K, optional",
+    "teacher_scores": "B C, optional",
+    "teacher_anchor_scores": "B A, optional",
+}
 
 
 class Texts(NamedTuple):
@@ -202,11 +207,7 @@ def check_batch(batch: object) -> dict[str, Tensor]:
         columns = "V, csr", f"{length}, optional", f"{length}, optional", "V, optional"
         for name, x, shape in zip(Texts._fields, texts, columns, strict=True):
             shapes[f"{side}.{name}"] = x, f"{rows} {shape}"
-    columns = "B", "B K", "B C", "B A"
-    shapes |= {
-        name: (getattr(batch, name), f"{x}, optional")
-        for name, x in zip(BESIDES, columns, strict=True)
-    }
+    shapes |= {name: (getattr(batch, name), shape) for name, shape in BESIDES.items()}
     check_shapes(**shapes)
     return {name: x for name, (x, _) in shapes.items() if x is not None}
 

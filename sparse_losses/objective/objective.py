@@ -118,12 +118,14 @@ class SpladeObjective(nn.Module):
             and self._agree_across_ranks(active, tensors)
         )
         batch = SpladeBatch(*batch[:8], gather=self.gather, memory={})
+        # Terms that can use the scores of others come after them.
+        late = {n for n in active if getattr(self.terms[n], "uses_scores_of_others", False)}
         values: dict[str, Tensor] = {}
         with (
             autocast_off(batch.anchor.activations.device),
             skip_size_check() if is_compared else nullcontext(),
         ):
-            for name in sorted(active, key=self._uses_scores_of_others):  # after these
+            for name in sorted(active, key=lambda name: name in late):
                 try:
                     values[name] = value = self.terms[name](batch)
                     check_shapes(value=(value, ""))  # 0-d
@@ -131,9 +133,6 @@ class SpladeObjective(nn.Module):
                     error.args = (f"the term {name!r}: {error}",)
                     raise
         return {name: values[name] for name in active}
-
-    def _uses_scores_of_others(self, name: str) -> bool:
-        return getattr(self.terms[name], "uses_scores_of_others", False)
 
     def _agree_across_ranks(self, active: Sequence[str], tensors: Mapping[str, Tensor]) -> bool:
         """Return whether ranks were compared; raise unless all have the same terms and sizes."""
