@@ -151,11 +151,13 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._sums = {mode: torch.zeros(shape, device=args.device) for mode in (True, False)}
 
     def _check_encoder(self) -> None:
-        kind, target = type(self._encoder).__name__, self.calibration["target_active"]
+        kind = type(self._encoder).__name__
         if not hasattr(self._encoder, "encode_document"):
             raise TypeError(f"expected `encoder`, a SpladeEncoder or SparseEncoder, got {kind}")
-        if isinstance(target, Sequence) and not isinstance(self._encoder, sl.SpladeEncoder):
-            raise TypeError(f"expected one `calibrate_to` for a {kind}, got {target}")
+        targets = self.calibration["target_active"], self.calibration["query_target"]
+        several = [x for x in targets if isinstance(x, Sequence)]
+        if several and not isinstance(self._encoder, sl.SpladeEncoder):
+            raise TypeError(f"expected one number of dimensions for a {kind}, got {several[0]}")
 
     def _detach(self) -> None:
         while self._handles:

@@ -63,7 +63,7 @@ class Term(nn.Module):
     def extra_repr(self) -> str:
         """Return the numbers and choices as ``name=value``."""
         values = {name: getattr(self, name) for name in self.settings}
-        plain = {name: x for name, x in values.items() if isinstance(x, float | str | None)}
+        plain = {name: x for name, x in values.items() if isinstance(x, int | float | str | None)}
         return ", ".join(f"{name}={x!r}" for name, x in plain.items())
 
 

@@ -197,7 +197,7 @@ class Sparse(torch.nn.Linear):
     ("kind", "target", "message"),
     [
         (torch.nn.Linear, 3, r"a SpladeEncoder or SparseEncoder, got Linear"),
-        (Sparse, [3, 5], r"expected one `calibrate_to` for a Sparse, got \[3, 5\]"),
+        (Sparse, [3, 5], r"one number of dimensions for a Sparse, got \[3, 5\]"),
     ],
 )
 def test_what_cannot_be_calibrated_is_an_error_when_training_starts(
