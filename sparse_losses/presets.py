@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from sparse_losses._core.checks import check_choice, check_integer
+from sparse_losses._core.checks import check_choice
 from sparse_losses._core.token_ids import TokenIds
 from sparse_losses.losses.distillation import DistillationLoss
 from sparse_losses.losses.idf_flops import IdfFlopsLoss
@@ -21,7 +21,7 @@ from sparse_losses.losses.min_activation import MinActivationLoss
 from sparse_losses.losses.triplet_margin import TripletMarginLoss
 from sparse_losses.objective import terms
 from sparse_losses.objective.objective import SpladeObjective
-from sparse_losses.objective.schedules import Curriculum, Phase, TrainingSchedule, Warmup
+from sparse_losses.objective.schedules import Curriculum, Phase, TrainingSchedule
 from sparse_losses.vocabulary.penalties import idf_penalty, language_penalty
 
 _KD = "distillation_temperature alpha_kl alpha_mse"
@@ -55,7 +55,6 @@ class Preset:
             after it: arguments of ``calibrate``, with ``method="shift"`` and ``"prune"``.
         teacher, training: the teacher and other known settings, which are not read here.
         idf_alpha: steepness of the token penalties; ``None``: plain FLOPS, without penalties.
-        warmup: by term: the share of all steps in which its weight rises (quadratic ``Warmup``).
         ours: what the source leaves open, with our reading.
 
     Examples:
@@ -87,7 +86,6 @@ class Preset:
     threshold: float | None = None
     language_penalty: float | None = None
     curriculum: Curriculum | None = None
-    warmup: Mapping[str, float] = dataclasses.field(default_factory=dict)
     training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ours: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -141,11 +139,13 @@ class Preset:
             if kind == "flops" and self.idf_alpha is not None:
                 if idf is None:
                     raise ValueError(f"{self.name} weighs FLOPS by token and needs `idf` [V]")
-                names = ["stopword_penalty"]
+                options = {
+                    "stopword_ids": stopword_ids,
+                    "stopword_penalty": told["stopword_penalty"],
+                }
                 if self.special_penalty is not None:
-                    names += ["special_penalty", "special_token_ids"]
-                options = {"alpha": self.idf_alpha, **{name: told[name] for name in names}}
-                penalty = idf_penalty(idf, stopword_ids=stopword_ids, **options)
+                    options |= {"special_penalty": self.special_penalty, **special}
+                penalty = idf_penalty(idf, alpha=self.idf_alpha, **options)
                 loss: Any = IdfFlopsLoss(penalty, beta=told["beta"])
             elif kind == "language_penalty":
                 if allowed_token_ids is None or idf is None:
@@ -163,20 +163,13 @@ class Preset:
         return SpladeObjective(made, gather=gather)
 
     def schedules(
-        self,
-        objective: SpladeObjective,
-        *,
-        steps: int | None = None,
-        steps_per_epoch: int | None = None,
+        self, objective: SpladeObjective, *, steps_per_epoch: int | None = None
     ) -> list[TrainingSchedule]:
-        """Return what sets the weights; warm-ups need ``steps``, of the optimiser, in all."""
-        warmups, curriculum = {}, self.curriculum
-        for term in self.warmup.keys() & {*objective.active()}:
-            check_integer("steps", steps, minimum=1)
-            warmups[term] = Warmup(max(1, round(self.warmup[term] * (steps or 0))), "quadratic")
+        """Return what sets the weights and the temperature; phases need ``steps_per_epoch``."""
+        curriculum = self.curriculum
         if curriculum is not None:
             curriculum = Curriculum(curriculum.phases, steps_per_epoch)  # type: ignore[arg-type]
-        return [TrainingSchedule(objective, curriculum, warmups=warmups)]
+        return [TrainingSchedule(objective, curriculum)]
 
 
 def _split(term: str) -> tuple[list[str], str]:

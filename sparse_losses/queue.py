@@ -10,12 +10,9 @@ from sparse_losses.distributed import agree_across_ranks, gather_rows, refuse_ac
 class LabelQueue(nn.Module):
     r"""First-in, first-out memory of the last ``size`` rows and their labels.
 
-    Enqueue *after* the loss: otherwise the queue contains the batch itself, as positives of
-    similarity 1. It is best to enqueue after the backward pass: PyTorch raises an error if
-    ``features`` are overwritten while the graph of a loss still needs them.
-
-    The queue never waits for the device and works under ``torch.compile(fullgraph=True)``.
-    ``state_dict`` holds all of it, pointer and fill included, so training can resume.
+    Enqueue *after* the backward pass: before the loss the queue would contain the batch itself, as
+    positives of similarity 1, and PyTorch raises an error if ``features`` are overwritten while a
+    graph still needs them. ``state_dict`` holds all of it, pointer and fill included.
 
     Args:
         size: Number of rows, Q.
@@ -29,27 +26,21 @@ class LabelQueue(nn.Module):
         labels: ``[Q, L]``, multi-hot, in the dtype of the features; likewise zeros.
         mask: ``[Q]`` bool, the filled slots.
 
-    Raises:
-        ValueError: If a size is below 1.
-        TypeError: If a size is not an integer, or ``gather`` is not a bool.
-
     Examples:
         >>> import torch
         >>> from sparse_losses import LabelQueue
         >>> from sparse_losses.functional import nws_loss
         >>> queue = LabelQueue(size=4, dim=2, num_labels=3)
-        >>> prototype = torch.randn(3, 2, requires_grad=True)
-        >>> for step in (1, 2):
-        ...     features, labels = torch.full((3, 2), float(step)), torch.eye(3)
+        >>> prototype, labels = torch.randn(3, 2, requires_grad=True), torch.eye(3)
+        >>> for features in (torch.ones(3, 2), 2 * torch.ones(3, 2)):
+        ...     queued = {"queue": queue.features, "queue_labels": queue.labels}
         ...     loss = nws_loss(
-        ...         features, labels, prototype, torch.eye(3), queue=queue.features,
-        ...         queue_labels=queue.labels, queue_mask=queue.mask,
+        ...         features, labels, prototype, torch.eye(3), queue_mask=queue.mask, **queued
         ...     )
         ...     loss.backward()
         ...     queue.enqueue(features, labels)
-        ...     print(queue.features[:, 0], queue.mask)
-        tensor([1., 1., 1., 0.]) tensor([ True,  True,  True, False])
-        tensor([2., 2., 1., 2.]) tensor([True, True, True, True])
+        >>> queue.features[:, 0]
+        tensor([2., 2., 1., 2.])
 
     References:
         He et al., "Momentum Contrast for Unsupervised Visual Representation Learning", 2020.
@@ -86,11 +77,6 @@ class LabelQueue(nn.Module):
             features: Floating point ``[B, D]``; stored without their graph, in the queue's dtype.
                 If there are more than Q rows, the last Q are kept.
             labels: Multi-hot labels, bool, integer or float 0/1 ``[B, L]``.
-
-        Raises:
-            ValueError: If the shapes are not ``[B, D]`` and ``[B, L]``, the device is not the
-                queue's, or a label is neither 0 nor 1 (checked on the CPU only).
-            TypeError: If the features are not floating point or the labels complex.
         """
         call = "LabelQueue.enqueue"
         try:
@@ -123,5 +109,5 @@ class LabelQueue(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the sizes."""
-        names = ("size", "dim", "num_labels", "gather")
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        sizes = f"size={self.size}, dim={self.dim}, num_labels={self.num_labels}"
+        return f"{sizes}, gather={self.gather}"

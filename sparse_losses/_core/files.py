@@ -1,4 +1,4 @@
-"""Atomic replacement of files; archives that are looked into before they are unpacked."""
+"""Atomic replacement of files, and the refusal of damaged ones."""
 
 import os
 import shutil
@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
-
-import numpy as np
 
 
 @contextmanager
@@ -34,17 +32,6 @@ def replaced_file(path: str | os.PathLike[str], *, text: bool = False) -> Iterat
         os.replace(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def npz_headers(archive: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Return shape and dtype of each array of an ``.npz`` archive; none is unpacked."""
-    headers = {}
-    for name in archive.files:
-        with archive.zip.open(f"{name}.npy") as file:
-            np.lib.format.read_magic(file)
-            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        headers[name] = shape, dtype
-    return headers
 
 
 @contextmanager

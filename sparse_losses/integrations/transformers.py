@@ -27,12 +27,11 @@ FAR = 3.0  # times its value at chance, from which InfoNCE starts too high
 class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
     """A callback for trainers of transformers and sentence-transformers: state, log, calibration.
 
-    - **Checkpoints** have the states of the schedules and the learned parameters of ``loss``;
-      ``resume_from_checkpoint`` restores them.
-    - **Several processes.** Make the encoder the trainer's model. The learned parameters of
-      ``loss`` start alike on all processes, and their gradients are averaged.
-    - **The log** has the terms of every ``SpladeObjective``, without weights, and the diagnostics.
-    - **The end.** ``calibrate`` runs if texts are given. The checkpoints are not calibrated.
+    Checkpoints have the states of the schedules and the learned parameters of ``loss``, and
+    ``resume_from_checkpoint`` restores them. On several processes these parameters start alike and
+    their gradients are averaged; make the encoder the trainer's model. The log has the terms of
+    every ``SpladeObjective``, without weights, and the diagnostics. At the end ``calibrate`` runs,
+    if texts are given; the checkpoints are not calibrated.
 
     Args:
         *schedules: each a ``TrainingSchedule``, or another object with ``attach(optimizer)``,
@@ -44,6 +43,7 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         calibrate_to: active dimensions per document after calibration.
         queries: queries like those that will be asked.
         query_target: active dimensions per query.
+        target_products: products of a query and a document, in place of both numbers.
         encoder: the encoder to calibrate; default: the trainer's model.
 
     Examples:
@@ -63,18 +63,25 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         calibrate_to: float | Sequence[float] | None = None,
         queries: Sequence[str] | None = None,
         query_target: float | Sequence[float] | None = None,
+        target_products: float | None = None,
         encoder: nn.Module | None = None,
     ) -> None:
         for texts in (calibrate_on, queries):
             check_texts(texts or [])
-        if (calibrate_on is None) != (calibrate_to is None):
-            raise ValueError("expected `calibrate_on` with `calibrate_to`, got one of them")
-        if query_target is not None and queries is None:
-            raise ValueError("expected `queries` with `query_target`, got None")
+        if (calibrate_on is None) != (calibrate_to is None and target_products is None):
+            numbers = "`calibrate_to` or `target_products`"
+            raise ValueError(f"expected `calibrate_on` with {numbers}, got one without the other")
+        if target_products is not None and (calibrate_to, query_target) != (None, None):
+            raise ValueError("expected `target_products` or numbers of dimensions, got both")
+        if queries is None and (query_target, target_products) != (None, None):
+            raise ValueError(
+                "expected `queries` with `query_target` or `target_products`, got None"
+            )
         self.schedules, self.diagnostics, self.encoder = schedules, dict(diagnostics or {}), encoder
         self.losses = dict(loss if isinstance(loss, Mapping) else {"loss": loss or nn.Module()})
         self.calibration: Any = {"documents": calibrate_on, "target_active": calibrate_to}
         self.calibration |= {"queries": queries, "query_target": query_target}
+        self.calibration["target_products"] = target_products
         self._learned: dict[str, nn.Parameter] = {}
         self._handles: list[Any] = []
         self._names: list[str] = []  # of the terms
@@ -115,10 +122,8 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             raise ValueError("expected one TrainingState for all schedules, got several")
         optimizer, model = objects["optimizer"], objects["model"]
         self._encoder: Any = model if self.encoder is None else self.encoder
-        is_encoder = hasattr(self._encoder, "encode_document")
-        if self.calibration["documents"] is not None and not is_encoder:
-            kind = type(self._encoder).__name__
-            raise TypeError(f"expected `encoder`, a SpladeEncoder or SparseEncoder, got {kind}")
+        if self.calibration["documents"] is not None:
+            self._check_encoder()
         its_own = {id(x) for x in model.parameters()}
         self._learned = {
             f"{key}.{name}": x
@@ -144,6 +149,15 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._names = sorted({name for one in objectives for name in one.weights})
         shape = len(self._names), 2
         self._sums = {mode: torch.zeros(shape, device=args.device) for mode in (True, False)}
+
+    def _check_encoder(self) -> None:
+        kind = type(self._encoder).__name__
+        if not hasattr(self._encoder, "encode_document"):
+            raise TypeError(f"expected `encoder`, a SpladeEncoder or SparseEncoder, got {kind}")
+        targets = self.calibration["target_active"], self.calibration["query_target"]
+        several = [x for x in targets if isinstance(x, Sequence)]
+        if several and not isinstance(self._encoder, sl.SpladeEncoder):
+            raise TypeError(f"expected one number of dimensions for a {kind}, got {several[0]}")
 
     def _detach(self) -> None:
         while self._handles:

@@ -10,10 +10,15 @@ from torch import Tensor
 from sparse_losses._core.checks import check_choice, check_shapes
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.similarity import normalize
-from sparse_losses.objective.teacher import Teacher, score_candidates
+from sparse_losses.objective.teacher import Teacher, score_batch
 
 Similarity = Literal["cosine", "dot"]
-SCORES = ("teacher_scores", "teacher_anchor_scores")
+BESIDES = {
+    "positive_ids": "B, optional",
+    "candidate_mask": "B K, optional",
+    "teacher_scores": "B C, optional",
+    "teacher_anchor_scores": "B A, optional",
+}
 
 
 class Texts(NamedTuple):
@@ -142,11 +147,7 @@ class SpladeBatch(NamedTuple):
         if teacher is not None:
             if "teacher_scores" in fields:
                 raise ValueError("expected no `teacher` beside `teacher_scores`, got both")
-            fields["teacher_scores"] = score_candidates(teacher, *tokens.values())
-            fields["teacher_candidates"] = "batch"
-            if score_anchors:
-                scored = score_candidates(teacher, tokens["anchor"], tokens["anchor"])
-                fields["teacher_anchor_scores"] = scored
+            fields |= score_batch(teacher, *tokens.values(), score_anchors=score_anchors)
         for side, column in tokens.items():
             ids, mask = column["input_ids"], column["attention_mask"]
             flat = {"input_ids": ids.flatten(0, -2), "attention_mask": mask.flatten(0, -2)}
@@ -154,7 +155,7 @@ class SpladeBatch(NamedTuple):
             vectors = output if isinstance(output, tuple) else (output,)
             activations, *logits = (x.unflatten(0, ids.shape[:-1]) for x in vectors)
             fields[side] = Texts(activations, ids, mask, *logits)
-        for name in fields.keys() & {"positive_ids", "candidate_mask", *SCORES}:
+        for name in fields.keys() & BESIDES:
             fields[name] = torch.as_tensor(fields[name], device=fields["anchor"].activations.device)
         return cls(**fields)
 
@@ -196,22 +197,17 @@ def check_batch(batch: object) -> dict[str, Tensor]:
         expected = "SpladeBatch(Texts(activations, ...), Texts(activations, ...))"
         raise TypeError(f"expected `batch` to be a {expected}, got {type(batch).__name__}")
     shapes: dict[str, tuple[Tensor | None, str]] = {}
-    for side, texts, rows, length in zip(batch._fields[:3], batch[:3], "BBN", "STU", strict=True):
-        if texts is None and side == "negative":
+    for side, rows, length in zip(batch._fields[:3], ("B", "B", "N"), "STU", strict=True):
+        if (texts := getattr(batch, side)) is None and side == "negative":
             continue
         if not isinstance(texts, Texts):
             kind = type(texts).__name__
             raise TypeError(f"expected `batch.{side}` to be Texts(activations, ...), got {kind}")
-        if side == "negative" and getattr(texts.activations, "ndim", 2) == 3:
-            rows = "B N"
-        tokens = f"{length}, optional"
-        columns = ("V, csr", tokens, tokens, "V, optional")
-        for name, x, column in zip(Texts._fields, texts, columns, strict=True):
-            shapes[f"{side}.{name}"] = x, f"{rows} {column}"
-    shapes["positive_ids"] = batch.positive_ids, "B, optional"
-    shapes["teacher_scores"] = batch.teacher_scores, "B C, optional"
-    shapes["teacher_anchor_scores"] = batch.teacher_anchor_scores, "B A, optional"
-    shapes["candidate_mask"] = batch.candidate_mask, "B K, optional"
+        rows = "B N" if side == "negative" and getattr(texts[0], "ndim", 2) == 3 else rows
+        columns = "V, csr", f"{length}, optional", f"{length}, optional", "V, optional"
+        for name, x, shape in zip(Texts._fields, texts, columns, strict=True):
+            shapes[f"{side}.{name}"] = x, f"{rows} {shape}"
+    shapes |= {name: (getattr(batch, name), shape) for name, shape in BESIDES.items()}
     check_shapes(**shapes)
     return {name: x for name, (x, _) in shapes.items() if x is not None}
 

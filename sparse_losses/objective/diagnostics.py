@@ -1,6 +1,7 @@
 """Statistics of the vectors of a training run."""
 
 import math
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -42,20 +43,11 @@ class Report(dict[str, float]):
 class Diagnostics:
     r"""Statistics of the activations of one side, over any number of batches.
 
-    The page Diagnostics has the formulas of all numbers that ``report`` returns, such as
-
-    - ``active_dimensions``: mean number per text, over the texts that have any.
-    - ``dead_rows``, ``dense_rows``: shares of texts without active dimensions, and with more than a
-      quarter of the vocabulary.
-    - ``longest_list``: the largest share of the texts that activate one token.
-    - ``special_share``, ``stopword_share``, ``foreign_share``: shares of the active entries;
-      ``..._top``: of each text's ``top_k`` largest. Foreign tokens are neither allowed nor special.
-    - ``input_recall``, ``other_side_recall``: shares of the tokens of a text, and of its positive
-      or its query, that it activates, without special ones.
-    - ``training_mode``: share of the texts that a model in training mode has encoded: dropout makes
-      counts that are many times those of evaluation mode, which an index has.
-
-    The report leaves out numbers whose inputs are missing. The state is a few numbers per token.
+    The page Diagnostics has the formulas of all numbers that ``report`` returns; it leaves out
+    those whose inputs are missing. ``special_share``, ``stopword_share`` and ``foreign_share`` are
+    of the active entries; foreign tokens are neither allowed nor special. ``training_mode`` is the
+    share of the texts that a model in training mode has encoded: dropout makes counts that are many
+    times those of evaluation mode, which an index has.
 
     Examples:
         >>> import torch
@@ -93,42 +85,38 @@ class Diagnostics:
 
     def reset(self) -> None:
         """Reset the state to that of a new object."""
-        # By token, [3 V]: activations, texts that have it active, texts that have it on top. Then
-        # the `NUMBERS` of `update`.
+        # By token, [3 V]: activations, texts that have it active, and on top. Then `NUMBERS`.
         self._sums: Tensor | None = None
 
     @torch.no_grad()
     def update(
         self,
-        activations: Tensor | Texts,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        texts: Tensor | Texts,
+        *,
         other_side: Texts | None = None,
         training: bool | None = None,
     ) -> None:
         """Add a batch, without a wait for the device.
 
         Args:
-            activations: ``[B, V]``; or ``Texts`` (``[B, V]`` or ``[B, N, V]``) with their tokens.
-            input_ids: token ids ``[B, S]``, for ``input_recall``.
-            attention_mask: ``[B, S]``.
+            texts: activations ``[B, V]``; or ``Texts`` (``[B, V]`` or ``[B, N, V]``), whose tokens
+                are for ``input_recall``.
             other_side: the positives (or queries) of these texts, for ``other_side_recall``.
             training: ``model.training`` of the encoder, for ``training_mode``.
         """
-        if isinstance(activations, Texts):
-            activations, input_ids, attention_mask, _ = activations.flatten()
-        others = (None, None) if other_side is None else other_side[1:3]
+        x, *tokens, _ = texts.flatten() if isinstance(texts, Texts) else Texts(texts)
+        others = [None, None] if other_side is None else other_side[1:3]
         size = check_shapes(
-            activations=(activations, "B V"),
-            input_ids=(input_ids, "B S, optional"),
-            attention_mask=(attention_mask, "B S, optional"),
+            activations=(x, "B V"),
+            input_ids=(tokens[0], "B S, optional"),
+            attention_mask=(tokens[1], "B S, optional"),
             other_input_ids=(others[0], "B T, optional"),
             other_attention_mask=(others[1], "B T, optional"),
         )
         if size["V"] != self.vocab_size:
-            expected, received = [size["B"], self.vocab_size], list(activations.shape)
+            expected, received = [size["B"], self.vocab_size], list(x.shape)
             raise ValueError(f"expected `activations` [B, V] = {expected}, got {received}")
-        x, wide = activations.detach(), widest_dtype(activations.device)
+        x, wide = x.detach(), widest_dtype(x.device)
         values, index = x.topk(self.top_k, dim=1)  # a NaN is larger than any number
         is_active, is_on_top = x > 0, values > 0
         top = torch.zeros(self.vocab_size, device=x.device, dtype=wide)
@@ -138,8 +126,9 @@ class Diagnostics:
         count = is_active.sum(1) * is_live
         one, none = torch.ones_like(count), torch.zeros_like(count)
         by_text = [one, is_live, count, is_dead, count > self.vocab_size / 4]
-        for tokens in ((input_ids, attention_mask), others):
-            by_text += self._recall(x, *tokens) or (none, none)
+        for ids, mask in (tokens, others):
+            known = ids is not None and mask is not None
+            by_text += self._recall(x, ids, mask) if known else (none, none)
         by_text += [one if training else none, none if training is None else one]
         # `relu` keeps a NaN.
         columns = x.relu().sum(0, dtype=wide), is_active.sum(0, dtype=wide), top
@@ -147,12 +136,8 @@ class Diagnostics:
         # Out of place: the state may come from inference mode.
         self._sums = sums if self._sums is None else sums + self._sums
 
-    def _recall(
-        self, x: Tensor, ids: Tensor | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor] | None:
+    def _recall(self, x: Tensor, ids: Any, mask: Any) -> tuple[Tensor, Tensor]:
         """Return the share of each text's tokens that are active, and whether it has any."""
-        if ids is None or mask is None:
-            return None
         attended = as_mask("attention_mask", mask)
         ids = attended_ids("input_ids", ids, attended, self.vocab_size)
         self._special = self._special.to(ids.device)  # kept, as the first copy waits
@@ -160,18 +145,16 @@ class Diagnostics:
         hits, total = ((x.gather(1, ids) > 0) & counts).sum(1), counts.sum(1)
         return hits / total.clamp(min=1), total > 0
 
-    def all_reduce(self) -> "Diagnostics":
+    def all_reduce(self) -> Self:
         """Sum the state over all ranks, each of which must call it, once before a ``reset``."""
         if num_ranks() > 1:
-            if self._sums is None:
-                nccl = torch.distributed.get_backend() == "nccl"  # it cannot send CPU tensors
-                device = torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu"
-                size = 3 * self.vocab_size + NUMBERS
-                self._sums = torch.zeros(size, device=device, dtype=torch.float64)
+            sums = self._empty().double() if self._sums is None else self._sums
+            if torch.distributed.get_backend() == "nccl":  # it cannot send CPU tensors
+                sums = sums.cuda()
             if not self._agree:  # which waits for the device
-                agree_across_ranks("Diagnostics.all_reduce", True, self._sums, V=self.vocab_size)
+                agree_across_ranks("Diagnostics.all_reduce", True, sums, V=self.vocab_size)
                 self._agree = True
-            self._sums = sum_over_ranks(self._sums)
+            self._sums = sum_over_ranks(sums)
         return self
 
     def report(self) -> Report:
@@ -180,8 +163,10 @@ class Diagnostics:
 
     def report_later(self) -> HostCopy[Report]:
         """Start copying the numbers to the host; ``.read()`` does not wait some steps later."""
-        empty = torch.zeros(3 * self.vocab_size + NUMBERS)
-        return HostCopy(empty if self._sums is None else self._sums, self._report)
+        return HostCopy(self._empty() if self._sums is None else self._sums, self._report)
+
+    def _empty(self) -> Tensor:
+        return torch.zeros(3 * self.vocab_size + NUMBERS)
 
     def _report(self, values: Tensor) -> Report:
         summed, texts, top = values[: 3 * self.vocab_size].view(3, -1)

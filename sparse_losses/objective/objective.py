@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,8 @@ class SpladeObjective(nn.Module):
         gather: whether the package's terms use the texts of all ranks. A teacher scores this
             rank's own candidates, and ``candidate_mask`` is of all ranks': ``[B, W B + W N]``.
 
-    ``weights`` holds $\lambda$ by name and may be changed between steps, ``terms`` the modules:
-    ``objective.terms["info_nce"].loss.temperature``.
+    ``weights`` holds $\lambda$ by name and may be changed between steps; an ``nn.Parameter`` among
+    them is learned. ``terms`` are the modules: ``objective.terms["info_nce"].loss.temperature``.
 
     Examples:
         >>> import torch
@@ -66,9 +66,24 @@ class SpladeObjective(nn.Module):
         super().__init__()
         self.gather, self.terms = gather, nn.ModuleDict()
         self.weights: dict[str, float | Tensor] = {}
-        for name, (self.weights[name], function) in terms.items():
-            self.terms[name] = function if isinstance(function, nn.Module) else Term(function)
+        for name, term in terms.items():
+            if not (isinstance(term, (tuple, list)) and len(term) == 2 and callable(term[1])):
+                pair = f"{name!r}: (1.0, term)"
+                raise TypeError(f"expected the pair of a weight and a term, {pair}, got {term!r}")
+            self.weights[name], function = term
+            try:
+                self.terms[name] = function if isinstance(function, nn.Module) else Term(function)
+            except (KeyError, TypeError) as error:
+                allowed = "a string without a dot that is no method of a dict"
+                raise ValueError(f"expected the name of a term, {allowed}, got {name!r}") from error
+        learned = {name: w for name, w in self.weights.items() if isinstance(w, nn.Parameter)}
+        self.learned_weights = nn.ParameterDict(learned)  # the same, for an optimiser
         self.active()
+
+    def _apply(self, *args: Any, **options: Any) -> Self:
+        super()._apply(*args, **options)  # type: ignore[no-untyped-call]
+        self.weights.update(self.learned_weights)  # other objects, on a meta device
+        return self
 
     def active(self) -> list[str]:
         """Return the names of the terms that are called: their weight is not 0, or a tensor."""
@@ -104,17 +119,17 @@ class SpladeObjective(nn.Module):
         )
         batch = SpladeBatch(*batch[:8], gather=self.gather, memory={})
         # Terms that can use the scores of others come after them.
-        late = [n for n in active if getattr(self.terms[n], "uses_scores_of_others", False)]
+        late = {n for n in active if getattr(self.terms[n], "uses_scores_of_others", False)}
         values: dict[str, Tensor] = {}
         with (
             autocast_off(batch.anchor.activations.device),
             skip_size_check() if is_compared else nullcontext(),
         ):
-            for name in [*(name for name in active if name not in late), *late]:
+            for name in sorted(active, key=lambda name: name in late):
                 try:
                     values[name] = value = self.terms[name](batch)
                     check_shapes(value=(value, ""))  # 0-d
-                except (TypeError, ValueError) as error:
+                except (IndexError, TypeError, ValueError) as error:
                     error.args = (f"the term {name!r}: {error}",)
                     raise
         return {name: values[name] for name in active}
@@ -133,4 +148,5 @@ class SpladeObjective(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the weights."""
-        return f"weights={self.weights}, gather={self.gather}"
+        weights = ", ".join(f"{name!r}: {shown(weight)}" for name, weight in self.weights.items())
+        return f"weights={{{weights}}}, gather={self.gather}"

@@ -11,7 +11,7 @@ from sparse_losses._core.checks import check_choice
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.distributed import num_ranks, rank
 from sparse_losses.losses.info_nce import InfoNCELoss, info_nce_from_scores, info_nce_loss
-from sparse_losses.objective.batch import Similarity, SpladeBatch, need
+from sparse_losses.objective.batch import Similarity, SpladeBatch, need, score
 
 # What InfoNCE of scores is told. Its `gather` exchanges no candidates, as that of InfoNCE does.
 FROM_SCORES = inspect.signature(info_nce_from_scores).parameters.keys() - {"gather"}
@@ -30,11 +30,10 @@ def told_scores(loss: nn.Module, batch: SpladeBatch) -> dict[str, Any] | None:
     similarity = settings.pop("similarity")
     if batch.gather or similarity not in (batch.memory or {}):
         return None
-    told = {name: value for name, value in settings.items() if name in FROM_SCORES}
-    for name, value in settings.items():
-        is_tensor = isinstance(value, Tensor)  # which no default is
-        if name not in told and (is_tensor or value != DEFAULTS.get(name, loss)):
-            return None
+    told = {name: settings.pop(name) for name in FROM_SCORES & settings.keys()}
+    # A tensor is no default; an option that InfoNCE itself does not know equals no loss.
+    if any(isinstance(x, Tensor) or x != DEFAULTS.get(name, loss) for name, x in settings.items()):
+        return None
     scores, ids, mask = batch.scores(similarity), batch.positive_ids, candidate_mask(batch)
     own = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
     if ids is not None:
@@ -43,21 +42,22 @@ def told_scores(loss: nn.Module, batch: SpladeBatch) -> dict[str, Any] | None:
     return {"scores": scores, "positive_mask": own, "candidate_mask": mask, **told}
 
 
-def taught(
-    batch: SpladeBatch, similarity: Similarity, *, own: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return the scores ``[B, C]`` of the candidates that a teacher scored, and the teacher's.
+def taught(batch: SpladeBatch, similarity: Similarity, of: str) -> tuple[Tensor, Tensor]:
+    """Return scores ``[B, C]`` and a teacher's, which are ``-inf`` for what is left out.
 
-    A candidate that is left out has ``-inf`` as the teacher's. With ``own`` the candidates are the
-    positive and the anchor's own negatives.
+    They are of the ``"candidates"`` that it scored, of the positive and the anchor's ``"own"``
+    negatives, or of all ``"anchors"``.
     """
+    if of == "anchors":
+        student = score(batch.anchor.activations, similarity=similarity)
+        return student, need(batch, "teacher_anchor_scores")
     teacher, wanted = need(batch, "teacher_scores"), batch.teacher_candidates
     scores, mask = batch.scores(similarity), candidate_mask(batch)
     check_choice("batch.teacher_candidates", wanted, ("own", "batch", None))
     columns, size = {"all": scores.shape[1]}, len(scores)
     if batch.negative is not None:
         shape = batch.negative.activations.shape
-        columns |= {} if own else {"positives": size}
+        columns |= {} if of == "own" else {"positives": size}
         columns |= {"own": 1 + (shape[1] if len(shape) == 3 else 1)} if shape[0] == size else {}
     if wanted is not None:
         columns = {name: n for name, n in columns.items() if (name == "own") == (wanted == "own")}
@@ -71,14 +71,15 @@ def taught(
         )
 
     def select(x: Tensor) -> Tensor:
-        return own_candidates(x, batch) if fitting[0] == "own" else x[:, : teacher.shape[1]]
+        is_own = "own" in (of, fitting[0])
+        return own_candidates(x, batch) if is_own else x[:, : teacher.shape[1]]
 
-    teacher, student = teacher.to(scores.dtype), select(scores)
+    student, its_scores = select(scores), teacher.to(scores.dtype)
+    if fitting[0] == "all":
+        its_scores = select(its_scores)
     if mask is not None:
-        teacher = teacher.masked_fill(~select(mask), -torch.inf)
-    if own and fitting[0] == "all":
-        student, teacher = own_candidates(student, batch), own_candidates(teacher, batch)
-    return student, teacher
+        its_scores = its_scores.masked_fill(~select(mask), -torch.inf)
+    return student, its_scores
 
 
 def own_candidates(x: Tensor, batch: SpladeBatch) -> Tensor:

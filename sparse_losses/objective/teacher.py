@@ -18,19 +18,15 @@ Teacher = Callable[[Mapping[str, Any], Mapping[str, Any]], Tensor]
 class BM25Teacher(nn.Module):
     """BM25 on the encoder's own tokens (``bm25_scores``), as a teacher without a model.
 
-    Pass it as ``teacher`` to ``SpladeBatch.from_columns`` or ``SentenceTransformersLoss``. The mean
-    length of a document excludes the special tokens, each counted once per document.
+    Pass it as ``teacher`` to ``SpladeBatch.from_columns`` or ``SentenceTransformersLoss``. It is
+    called with two mappings with ``input_ids`` and ``attention_mask``, of queries and documents,
+    as ``bm25_scores`` is. The mean length of a document excludes the special tokens, each counted
+    once per document.
 
     Args:
         document_frequency: counts of the corpus' documents, on the encoder's own tokens.
         special_token_ids: tokens without a score or a length: ``tokenizer.all_special_ids``.
-        k1: as in ``bm25_scores``.
-        b: as in ``bm25_scores``.
-
-    Shape:
-        - Input: two mappings with ``input_ids`` and ``attention_mask``, ``[Q, S]`` of the queries,
-          ``[D, T]`` of the documents (``[Q, N, T]`` for each query's own).
-        - Output: ``[Q, D]`` (``[Q, N]``), fp32, without gradient.
+        k1, b: as in ``bm25_scores``.
 
     Examples:
         >>> import torch
@@ -71,31 +67,33 @@ class BM25Teacher(nn.Module):
         for name, texts in (("query", query), ("document", document)):
             if texts.get(ids) is None:  # `SpladeLoss` does not pass tokens on
                 raise TypeError(f"expected `{name}` as a dict of the tensors {ids} and {mask}")
-        return bm25_scores(
-            *(query[ids], query[mask], document[ids], document[mask]),
-            self.idf.to(query[ids].device),
-            mean_length=self.mean_length,
-            k1=self.k1,
-            b=self.b,
-            ignore_token_ids=self.special_token_ids,
-        )
+        tensors = query[ids], query[mask], document[ids], document[mask]
+        options: Any = {"k1": self.k1, "b": self.b, "mean_length": self.mean_length}
+        idf, ignored = self.idf.to(query[ids].device), self.special_token_ids
+        return bm25_scores(*tensors, idf, ignore_token_ids=ignored, **options)
 
 
-def score_candidates(
+def score_batch(
     teacher: Teacher,
     anchor: Mapping[str, Any],
     positive: Mapping[str, Any],
     negative: Mapping[str, Any] | None = None,
-) -> Tensor:
-    """Return a teacher's scores of all candidates: ``[B, B]``, with negatives ``[B, B + N]``."""
+    *,
+    score_anchors: bool = False,
+) -> dict[str, Any]:
+    """Return the fields of a batch whose candidates, and anchors if asked, a teacher scores."""
     scores = _scores(teacher, anchor, positive)
-    if negative is None:
-        return scores
-    tokens = {name: x.flatten(0, -2) for name, x in negative.items() if isinstance(x, Tensor)}
-    others = _scores(teacher, anchor, {**negative, **tokens})
-    if negative["input_ids"].ndim == 3:  # keep each anchor's own negatives
-        others = others.reshape(len(others), *negative["input_ids"].shape[:2]).diagonal().T
-    return torch.cat([scores, others], 1)
+    if negative is not None:
+        ids = negative["input_ids"]
+        flat = {name: x.flatten(0, -2) for name, x in negative.items() if isinstance(x, Tensor)}
+        others = _scores(teacher, anchor, {**negative, **flat})
+        if ids.ndim == 3:  # keep each anchor's own negatives
+            others = others.reshape(len(others), *ids.shape[:2]).diagonal().T
+        scores = torch.cat([scores, others], 1)
+    fields: dict[str, Any] = {"teacher_scores": scores, "teacher_candidates": "batch"}
+    if score_anchors:
+        fields["teacher_anchor_scores"] = _scores(teacher, anchor, anchor)
+    return fields
 
 
 def _scores(teacher: Any, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:

@@ -19,10 +19,8 @@ class ActivationFrequency(nn.Module):
 
     $n_{bj}$ of the $B_b$ texts of batch $b$ activate dimension $j$; the batch is $a_b$ batches old.
     $d$ is ``decay``; without it $d$ is 1 and $f$ is exact. $w$ is the weight of DF-FLOPS: 0 at
-    $f_j = 0$, one half at $f_j = \alpha$, 1 at $f_j = 1$.
-
-    DF-FLOPS has it inside the square: ``flops_loss`` takes its square. A text with a NaN does not
-    count. Nothing here waits for the device.
+    $f_j = 0$, one half at $f_j = \alpha$, 1 at $f_j = 1$. It stands inside the square:
+    ``flops_loss`` takes $w^2$. A text with a NaN does not count. Nothing waits for the device.
 
     Args:
         vocab_size: number of dimensions, V.
@@ -52,9 +50,7 @@ class ActivationFrequency(nn.Module):
         super().__init__()
         check_integer("vocab_size", vocab_size, minimum=1)
         if decay is not None:
-            check_number("decay", decay, minimum=0.0, exclusive=True)
-            if decay >= 1:
-                raise ValueError(f"expected `decay` below 1, got {decay!r}")
+            _check_share("decay", decay)
         self.vocab_size, self.decay = int(vocab_size), decay
         dtype = torch.int64 if decay is None else torch.float32
         with torch.inference_mode(mode=False):  # its tensors could not be changed outside of it
@@ -82,10 +78,8 @@ class ActivationFrequency(nn.Module):
 
     def merge(self, other: "ActivationFrequency") -> Self:
         """Add the counts of ``other``, of the same size and decay, and return this counter."""
-        for name in ("vocab_size", "decay"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                raise ValueError(f"expected `other` with {name} = {mine}, got {theirs}")
+        if self.extra_repr() != other.extra_repr():
+            raise ValueError(f"expected `other` with {self.extra_repr()}, got {other.extra_repr()}")
         for total, more in zip(self.buffers(), other.buffers(), strict=True):
             total.add_(more.to(total.device))
         return self
@@ -93,10 +87,10 @@ class ActivationFrequency(nn.Module):
     @torch.no_grad()
     def all_reduce(self) -> Self:
         """Add what the other ranks counted since the last call; return this counter."""
-        counts = torch.cat([self.own_active, self.own_num_texts[None]])
+        own = torch.cat([self.own_active, self.own_num_texts[None]])
         same = {"V": self.vocab_size, "`decay`": self.decay}
-        agree_across_ranks("ActivationFrequency.all_reduce", True, counts, **same)
-        counts = sum_over_ranks(counts)
+        agree_across_ranks("ActivationFrequency.all_reduce", True, own, **same)
+        counts = sum_over_ranks(own)
         self.active.add_(counts[:-1])
         self.num_texts.add_(counts[-1])
         self.own_active.zero_()
@@ -116,13 +110,17 @@ class ActivationFrequency(nn.Module):
             alpha: the frequency whose weight is one half, between 0 and 1.
             beta: steepness of the weight there, > 0.
         """
-        check_number("alpha", alpha, minimum=0.0, exclusive=True)
+        _check_share("alpha", alpha)
         check_number("beta", beta, minimum=0.0, exclusive=True)
-        if alpha >= 1:
-            raise ValueError(f"expected `alpha` below 1, got {alpha!r}")
         above_one = self.frequency().pow(math.log(2) / math.log(alpha)) - 1
         return 1 / (1 + above_one.clamp(min=0.0).pow(beta))
 
     def extra_repr(self) -> str:
         """Return the hyperparameters."""
         return f"vocab_size={self.vocab_size}, decay={self.decay}"
+
+
+def _check_share(name: str, value: float) -> None:
+    check_number(name, value, minimum=0.0, exclusive=True)
+    if value >= 1:
+        raise ValueError(f"expected `{name}` below 1, got {value!r}")

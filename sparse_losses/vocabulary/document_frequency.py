@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_integer, check_shapes
-from sparse_losses._core.files import npz_headers, refused_if_damaged, replaced_file
+from sparse_losses._core.files import refused_if_damaged, replaced_file
 from sparse_losses._core.token_ids import as_mask, attended_ids, first_occurrences
 from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ranks
 
@@ -101,10 +101,7 @@ class DocumentFrequency:
         return self
 
     def all_reduce(self) -> Self:
-        """Sum the counts over the ranks of the process group, if there is one; return this counter.
-
-        Call it once, after all counting.
-        """
+        """Sum the counts over the ranks, once, after all counting; return this counter."""
         if num_ranks() == 1:
             return self
         is_unknown = self.num_tokens is None
@@ -134,49 +131,41 @@ class DocumentFrequency:
             np.savez_compressed(file, **arrays)
 
     @classmethod
-    def load(
-        cls, path: str | os.PathLike[str], *, tokenizer: Any = None, vocab_size: int | None = None
-    ) -> Self:
+    def load(cls, path: str | os.PathLike[str], *, tokenizer: Any = None) -> Self:
         """Load a file written by ``save``, without unpickling.
 
-        Counts of another ``tokenizer`` (with ``get_vocab()``) or ``vocab_size``, where given, are
-        refused before they are unpacked. So are impossible numbers.
+        Impossible numbers are refused, and counts of another ``tokenizer`` (with ``get_vocab()``).
         """
         sha256 = None if tokenizer is None else tokenizer_sha256(tokenizer)
-        what = f"{path} is not a DocumentFrequency file"
-        with open(path, "rb") as file:
-            with refused_if_damaged(what):
-                archive = np.load(file, allow_pickle=False)
-                found = _small_entries(archive)
-            for name, wanted in (("vocab_size", vocab_size), ("tokenizer_sha256", sha256)):
-                if wanted not in (None, had := found[name]):
-                    raise ValueError(f"expected {path} to have {name} = {wanted!r}, got {had!r}")
-            with refused_if_damaged(what):
-                if archive.zip.testzip() is not None:
-                    raise ValueError("its checksum is wrong")
-                df, most = torch.from_numpy(archive["df"]), found["num_documents"]
-                if df.min() < 0 or df.max() > most or df.sum() > found.get("num_tokens", np.inf):
-                    raise ValueError(f"its `df` is not of {most} documents")
-        counter = cls(len(df), tokenizer_sha256=found["tokenizer_sha256"])
-        counter.df, counter.num_documents, counter.num_tokens = df, most, found.get("num_tokens")
+        with (
+            open(path, "rb") as file,
+            refused_if_damaged(f"{path} is not a DocumentFrequency file"),
+        ):
+            archive = np.load(file, allow_pickle=False)
+            if archive.zip.testzip() is not None:
+                raise ValueError("its checksum is wrong")
+            counter = cls._of_arrays(**archive)
+        if sha256 not in (None, had := counter.tokenizer_sha256):
+            raise ValueError(f"expected {path} to have tokenizer_sha256 = {sha256!r}, got {had!r}")
         return counter
 
-
-def _small_entries(archive: Any) -> dict[str, Any]:
-    """Read all but the counts, of which shape and dtype are checked."""
-    stored, kinds = npz_headers(archive), {"tokenizer_sha256": "U", **dict.fromkeys(NUMBERS, "i")}
-    if not {"df", *kinds} - {"num_tokens"} <= stored.keys() <= {"df", *kinds}:
-        raise ValueError(f"it contains {', '.join(stored)}")
-    shape_of_df, dtype_of_df = stored.pop("df")
-    for name, (shape, dtype) in stored.items():
-        if shape or dtype.kind != kinds[name]:
-            raise ValueError(f"its `{name}` is {dtype} of shape {list(shape)}")
-    found = {name: archive[name].item() for name in stored}
-    if min(found[name] for name in NUMBERS if name in found) < 0:
-        raise ValueError("one of its numbers is below 0")
-    if shape_of_df != (found["vocab_size"],) or dtype_of_df != np.int64:
-        raise ValueError("its `df` has not V integers")
-    return found | {"tokenizer_sha256": found["tokenizer_sha256"] or None}
+    @classmethod
+    def _of_arrays(
+        cls, *, df: Any, vocab_size: Any, num_documents: Any, num_tokens: Any = None, **others: Any
+    ) -> Self:
+        """Make a counter of the arrays of a file; an old one has no ``num_tokens``."""
+        sha256, numbers = others.pop("tokenizer_sha256"), [vocab_size, num_documents]
+        numbers += [] if num_tokens is None else [num_tokens]
+        kinds = [x.dtype.kind + str(x.ndim) for x in (df, sha256, *numbers)]
+        if others or kinds != ["i1", "U0", *["i0"] * len(numbers)] or len(df) != vocab_size:
+            raise ValueError("its arrays are not those of `save`")
+        counter = cls(vocab_size.item(), tokenizer_sha256=sha256.item() or None)
+        counter.df, counter.num_documents = torch.from_numpy(df).long(), num_documents.item()
+        counter.num_tokens = None if num_tokens is None else num_tokens.item()
+        most = np.inf if num_tokens is None else counter.num_tokens
+        if df.min() < 0 or df.max() > num_documents or df.sum() > most:
+            raise ValueError(f"its `df` is not of {num_documents} documents")
+        return counter
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:

@@ -26,9 +26,9 @@ def language_token_ids(
 ) -> Tensor:
     """Return the ids of the tokens whose text uses no Unicode script other than ``scripts``.
 
-    A vocabulary spells text as SentencePiece (``▁`` before a word), WordPiece (``##`` inside a
-    word) or byte-level BPE (``Ġ`` before a word) does, whichever marker most words have. Special
-    tokens are excluded. A plain dict or list does not mark them: ``<s>`` has a Latin letter.
+    Text is read as SentencePiece (``▁`` before a word), WordPiece (``##`` inside a word) or
+    byte-level BPE (``Ġ`` before a word) spells it, whichever marker most words have. Special
+    tokens are excluded; a plain dict or list does not mark them: ``<s>`` has a Latin letter.
 
     Args:
         tokenizer: a tokenizer of ``transformers`` or ``tokenizers``, a dict from tokens to ids, or
@@ -39,10 +39,6 @@ def language_token_ids(
 
     Returns:
         Ids in increasing order, int64, on the CPU.
-
-    Raises:
-        ValueError: for an unknown script.
-        TypeError: for a tokenizer without a vocabulary, or a string as ``scripts``.
 
     Examples:
         >>> from sparse_losses import language_token_ids

@@ -1,6 +1,7 @@
 """TrainingState in the Trainer of transformers: what the table of test_loops.py does not say."""
 
 import json
+import math
 import re
 
 import pytest
@@ -41,30 +42,6 @@ def logs_of(trainer, name="loss"):
     entries = [entry for entry in trainer.state.log_history if name in entry]
     timed = ("runtime", "per_second")
     return [{k: v for k, v in entry.items() if not k.endswith(timed)} for entry in entries]
-
-
-@works_with(TRAINER, "resume")
-def test_shuffled_rows_and_dropout_resume_to_the_bit(tmp_path):
-    settings = SAVED | {"save_steps": 4, "max_steps": 8, "lr_scheduler_type": "linear"}
-
-    def run(resume=None):
-        objective = setting.objective()
-        schedule, encoder = setting.schedule_of(objective), setting.encoder(dropout=0.1)
-        options = settings | {"encoder": encoder, "gradient_accumulation_steps": 2}
-        trainer = make(tmp_path, objective, schedule, **options)
-        trainer.train(resume_from_checkpoint=resume)
-        weights = setting.weights(trainer.model, objective)
-        state = json.loads(json.dumps(schedule.state_dict()))  # as it is saved
-        return weights, logs_of(trainer), state
-
-    weights, logs, state = run()
-    moved = tmp_path / "elsewhere"
-    (tmp_path / "checkpoint-4").rename(moved)
-    then_weights, then_logs, then_state = run(str(moved))
-    torch.testing.assert_close(then_weights, weights, rtol=0, atol=0)
-    assert then_logs == logs
-    assert then_state == state
-    assert state["steps_taken"] == 8
 
 
 @works_with(TRAINER, "resume")
@@ -131,17 +108,6 @@ def test_parameters_that_are_not_optimised_are_an_error(tmp_path):
         trainer.train()
 
 
-def test_checkpoint_of_another_run_is_an_error(tmp_path):
-    objective = setting.objective()
-    make(tmp_path, objective, setting.schedule_of(objective), **SAVED).train()
-    others = [(TrainingState(), 0), (TrainingState(loss=objective), 0)]
-    others.append((TrainingState(*[setting.schedule_of(setting.objective())] * 2), 2))
-    for state, count in others:
-        other = make(tmp_path, objective, state=state, **SAVED)
-        with pytest.raises(ValueError, match=f"expected {count} schedules and the parameters"):
-            other.train(resume_from_checkpoint=True)
-
-
 def test_second_training_state_is_an_error_when_training_starts(tmp_path):
     trainer = make(tmp_path, setting.objective(), state=TrainingState())
     trainer.add_callback(TrainingState())
@@ -150,13 +116,19 @@ def test_second_training_state_is_an_error_when_training_starts(tmp_path):
 
 
 @works_with(TRAINER, "resume")
-def test_damaged_checkpoint_and_replaced_callbacks_are_errors(tmp_path):
+def test_checkpoints_of_another_run_and_damaged_ones_are_errors(tmp_path):
     objective = setting.objective()
-    make(tmp_path, objective, **SAVED).train()
+    make(tmp_path, objective, setting.schedule_of(objective), **SAVED).train()
     name = "restore_callback_states_from_checkpoint"
-    trainer = make(tmp_path, objective, **SAVED, **{name: True})
-    with pytest.raises(ValueError, match=f"without `{name}`"):
-        trainer.train(resume_from_checkpoint=True)
+    others = [(TrainingState(), {}), (TrainingState(loss=objective), {})]
+    others += [
+        (TrainingState(*[setting.schedule_of(setting.objective())] * 2), {}),
+        (None, {name: True}),
+    ]
+    for state, options in others:
+        trainer = make(tmp_path, objective, state=state, **SAVED, **options)
+        with pytest.raises(ValueError, match=rf"schedules and the parameters .* without `{name}`"):
+            trainer.train(resume_from_checkpoint=True)
     path = tmp_path / "checkpoint-2" / "trainer_state.json"
     content = json.loads(path.read_text("utf-8"))
     (key,) = content["stateful_callbacks"]["TrainingState"]["learned"]
@@ -164,29 +136,48 @@ def test_damaged_checkpoint_and_replaced_callbacks_are_errors(tmp_path):
     for learned in (None, {}, {key: "garbage"}, {key: [1.0, 1.0]}):
         content["stateful_callbacks"]["TrainingState"]["learned"] = learned
         path.write_text(json.dumps(content))
+        trainer = make(tmp_path, objective, setting.schedule_of(setting.objective()), **SAVED)
         with pytest.raises(ValueError, match=r"temperature'\] in checkpoint-2, got others"):
-            make(tmp_path, objective, **SAVED).train(resume_from_checkpoint=True)
+            trainer.train(resume_from_checkpoint=True)
         assert setting.temperature(objective).item() == before
 
 
-def test_wrong_arguments_are_errors():
-    with pytest.raises(TypeError, match="list of strings, got str"):
-        TrainingState(calibrate_on="a document", calibrate_to=3)
-    with pytest.raises(ValueError, match="expected `calibrate_on` with `calibrate_to`"):
-        TrainingState(calibrate_on=["a"] * 5)
+PRODUCTS = {"target_products": 0.5, "calibrate_on": ["a"] * 5}
 
 
-def test_both_sides_are_calibrated_at_the_end(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"calibrate_on": "a document", "calibrate_to": 3}, TypeError, "list of strings, got str"),
+        ({"calibrate_on": ["a"] * 5}, ValueError, "`calibrate_on` with `calibrate_to` or `target_"),
+        ({"target_products": 0.5}, ValueError, "expected `calibrate_on` with"),
+        (PRODUCTS, ValueError, "expected `queries` with `query_target` or `target_products`"),
+        (PRODUCTS | {"calibrate_to": 3}, ValueError, "`target_products` or numbers of dimensions"),
+    ],
+)
+def test_wrong_arguments_are_errors(options, error, message):
+    with pytest.raises(error, match=message):
+        TrainingState(**options)
+
+
+@pytest.mark.parametrize(
+    "targets", [{"calibrate_to": 6, "query_target": 4}, {"target_products": 2.0}]
+)
+def test_both_sides_are_calibrated_at_the_end(targets, tmp_path, capsys):
     encoder, objective = setting.encoder(), setting.objective()
     documents, queries = (
         [row[name] for row in setting.rows(60)] for name in ("positive", "anchor")
     )
-    numbers = {"calibrate_on": documents, "calibrate_to": 6, "query_target": 4}
-    state = TrainingState(loss=objective, **numbers, queries=queries)
+    state = TrainingState(loss=objective, calibrate_on=documents, queries=queries, **targets)
     make(tmp_path, objective, encoder=encoder, state=state, max_steps=7).train()
-    for vectors, number in ((encoder.encode(documents), 6), (encoder.encode_query(queries), 4)):
-        assert len(vectors.values()) / 60 == pytest.approx(number, rel=0.05)
-    assert re.search(r"documents: .* -> 6", capsys.readouterr().out)
+    vectors = [encoder.encode(documents), encoder.encode_query(queries)]
+    found = [len(x.values()) / 60 for x in vectors]
+    products = math.prod((x.to_dense() > 0).double().mean(0) for x in vectors).sum().item()
+    if "calibrate_to" in targets:
+        assert found == pytest.approx([6, 4], rel=0.05)
+    else:
+        assert products == pytest.approx(2.0, rel=0.1)
+    assert re.search(rf"documents: .* -> {found[0]:.4g}", capsys.readouterr().out)
 
 
 def test_a_start_far_above_chance_is_told_at_the_first_log(tmp_path):
@@ -196,8 +187,23 @@ def test_a_start_far_above_chance_is_told_at_the_first_log(tmp_path):
         make(tmp_path, objective, max_steps=2).train()
 
 
-def test_what_cannot_be_calibrated_is_an_error_when_training_starts(tmp_path):
-    options = {"calibrate_on": ["a"] * 5, "calibrate_to": 3, "encoder": torch.nn.Linear(2, 2)}
+class Sparse(torch.nn.Linear):
+    """In place of a ``SparseEncoder``."""
+
+    encode_document = None
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "message"),
+    [
+        (torch.nn.Linear, 3, r"a SpladeEncoder or SparseEncoder, got Linear"),
+        (Sparse, [3, 5], r"one number of dimensions for a Sparse, got \[3, 5\]"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_an_error_when_training_starts(
+    kind, target, message, tmp_path
+):
+    options = {"calibrate_on": ["a"] * 5, "calibrate_to": target, "encoder": kind(2, 2)}
     trainer = make(tmp_path, setting.objective(), state=TrainingState(**options))
-    with pytest.raises(TypeError, match=r"a SpladeEncoder or SparseEncoder, got Linear"):
+    with pytest.raises(TypeError, match=message):
         trainer.train()

@@ -21,9 +21,9 @@ BUILDERS |= {
 }
 
 
-def objective(weights, losses=None, *, vocab=V, gather=False, **settings):
+def objective(weights, losses=None, *, gather=False, **settings):
     """Build terms; ``losses`` by the name of a term or of its loss, settings where known."""
-    penalty = LanguagePenaltyLoss(torch.arange(vocab, dtype=torch.float64) / vocab)
+    penalty = LanguagePenaltyLoss(torch.arange(V, dtype=torch.float64) / V)
     losses = {"language_penalty": penalty, **(losses or {})}
     made = {}
     for name, weight in weights.items():

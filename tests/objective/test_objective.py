@@ -67,7 +67,7 @@ def test_modules_of_terms_are_part_of_the_objective():
     names = {"terms.info_nce.loss.temperature", "terms.query_flops.loss.token_weight"}
     assert set(made.state_dict()) == names
     assert [*made.parameters()] == [temperature]
-    assert made.to("meta").terms["query_flops"].token_ids.is_meta
+    assert made.to("meta").terms["query_flops"].stopword_ids.is_meta
     copied = copy.deepcopy(objective({"info_nce": 1.0, "query_flops": 2.0}))
     again = pickle.loads(pickle.dumps(copied))
     b = batch()
@@ -98,9 +98,13 @@ def test_without_terms_the_total_is_0_with_a_graph():
 
 def test_a_weight_may_be_learned():
     weight = torch.nn.Parameter(torch.tensor(2.0))
-    total, values = objective({"query_flops": weight})(batch())
+    made = objective({"query_flops": weight, "info_nce": torch.tensor(0.5)})
+    total, values = made(batch())
     total.backward()
     torch.testing.assert_close(weight.grad, values["query_flops"].float())
+    assert [*made.parameters()] == [made.learned_weights["query_flops"]] == [weight]
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made)), made.to("meta")):
+        assert other.weights["query_flops"] is other.learned_weights["query_flops"]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -302,14 +306,24 @@ def test_a_batch_that_does_not_fit_is_an_error(term, negative, change, message):
         ((math.nan, len), r"weights\['x'\]` to be"),
         ((1.0, lambda b: b.anchor[0].sum(1)), r"the term 'x': expected .* shape \[\], got \[5\]"),
         ((1.0, lambda b: 3), "the term 'x': expected .* torch.Tensor, got int"),
+        (terms.flops("query"), r"pair of a weight and a term, 'x': \(1\.0, term\), got Term"),
+        ((1.0, 3), "pair of a weight and a term"),
         (lambda: terms.flops("both"), "`side` to be one of"),
+        (lambda: (1.0, terms.distillation(score_scale=0.0)), "the term 'x': .*`score_scale`"),
+        (lambda: (1.0, terms.ranknet(similarity="cos")), "the term 'x': .*`similarity`"),
         (lambda: terms.info_nce(sl.InfoNCELoss), "a module that returns one number"),
         (lambda: terms.flops("query", stopword_ids=["a"]), "to be integers, got 'a'"),
     ],
 )
 def test_wrong_terms_are_errors(pair, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        SpladeObjective({"x": pair() if callable(pair) else pair})(batch())
+        SpladeObjective({"x": pair if isinstance(pair, tuple | terms.Term) else pair()})(batch())
+
+
+@pytest.mark.parametrize("name", ["a.b", "keys", "", 3])
+def test_a_name_that_a_module_cannot_hold_is_an_error(name):
+    with pytest.raises(ValueError, match=f"a string without a dot .*, got {name!r}"):
+        SpladeObjective({name: (1.0, len)})
 
 
 def test_a_raw_tensor_is_an_error_that_names_the_texts():
@@ -317,28 +331,9 @@ def test_a_raw_tensor_is_an_error_that_names_the_texts():
         objective({"info_nce": 1.0})(RAW)
 
 
-@pytest.mark.parametrize(
-    ("term", "name", "value"),
-    [
-        ("distillation", "score_scale", 0.0),
-        ("distillation", "teacher_scale", -1.0),
-        ("distillation", "similarity", "cos"),
-        ("info_nce", "temperature", -1.0),
-        ("info_nce", "similarity", "cos"),
-        ("info_nce", "impl", "no"),
-    ],
-)
-def test_assigned_settings_are_checked_at_the_next_call(term, name, value):
-    made = objective({"info_nce": 1.0, "distillation": 1.0})
-    owner = made.terms[term]
-    setattr(owner if term == "distillation" else owner.loss, name, value)
-    with pytest.raises(ValueError, match=rf"the term '{term}'.*{name}"):
-        made(batch())
-
-
 def test_ids_that_are_no_token_of_the_vocabulary_are_refused():
-    with pytest.raises(ValueError, match="token ids >= 0, got -1"):
+    with pytest.raises(ValueError, match="`stopword_ids` >= 0, got -1"):
         terms.flops("query", stopword_ids=[3, -1])
-    term = terms.flops("query", stopword_ids=[3, V])
-    with pytest.raises(ValueError, match=f"below V = {V}, got {V}"):
-        term(SpladeBatch(Texts(torch.rand(B, V)), Texts(torch.rand(B, V))))
+    made = SpladeObjective({"x": (1.0, terms.flops("query", stopword_ids=torch.tensor([3, V])))})
+    with pytest.raises(IndexError, match=f"the term 'x': .*index {V} is out of bounds"):
+        made(batch())

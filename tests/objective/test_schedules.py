@@ -94,16 +94,6 @@ def test_a_learned_temperature_is_filled_as_a_phase_begins():
     assert parameter.item() == pytest.approx(0.2)
 
 
-def test_a_term_that_was_set_to_0_stays_off_in_every_phase():
-    made = objective({"info_nce": 1.0, "query_flops": 0.0})
-    weights = [{"query_flops": 0.1, "distillation": 1.0, "info_nce": 2.0 + i} for i in range(3)]
-    phases = Curriculum([Phase(i + 1, weights=each) for i, each in enumerate(weights)])
-    schedule = Schedule(made, phases)
-    for step in range(4):
-        assert made.weights == {"info_nce": 2.0 + min(step, 2), "query_flops": 0.0}
-        schedule.step()
-
-
 def test_a_phase_may_postpone_a_term_and_needs_no_info_nce():
     made = objective({"query_flops": 0.1, "query_min_activation": 1.0})
     schedule = Schedule(made, Curriculum([Phase(1, 0.1, weights={"query_flops": 0.0}), Phase(9)]))

@@ -72,7 +72,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize(
     ("term", "option"), [(term, name) for term in CALLS for name in [None, *options_of(term)]]
 )
-def test_every_option_of_every_loss_holds_inside_the_objective(term, option):
+def test_every_option_of_every_loss_holds_inside_the_objective(term, option, calls):
     torch.manual_seed(3)
     b, options = batch("own"), {} if option is None else {option: OTHER[option]}
     loss = CALLS[term][0](**options)
@@ -83,6 +83,9 @@ def test_every_option_of_every_loss_holds_inside_the_objective(term, option):
     torch.testing.assert_close(value, alone(term, b, **options))
     if option is not None and option not in SAME_VALUE:
         assert abs(value - alone(term, b)) > 1e-6 * abs(value)
+    if term == "info_nce":  # what InfoNCE of scores does not know switches sharing off
+        known = {None, "similarity", *inspect.signature(info_nce_from_scores).parameters}
+        assert calls["info_nce_from_scores"] == (option in known - {"gather"})
 
 
 def test_idf_flops_keeps_its_options():
@@ -126,16 +129,6 @@ def test_a_module_that_runs_other_code_is_called(make, calls):
     factor = 1 if make is sl.InfoNCELoss else 2
     torch.testing.assert_close(value["info_nce"], factor * alone("info_nce", b))
     assert calls["info_nce_from_scores"] == (factor == 1)
-
-
-@pytest.mark.parametrize("option", options_of("info_nce"))
-def test_options_that_info_nce_of_scores_does_not_know_switch_sharing_off(option, calls):
-    losses = {"info_nce": sl.InfoNCELoss(**{option: OTHER[option]})}
-    for similarity in ("cosine", "dot"):  # of distillation; InfoNCE's own must be the same
-        made = objective({"info_nce": 1.0, "distillation": 1.0}, losses, similarity=similarity)
-        made(batch("own"))
-    knows = {*inspect.signature(info_nce_from_scores).parameters} - {"gather"} | {"similarity"}
-    assert calls["info_nce_from_scores"] == (option in knows)
 
 
 def test_an_option_that_is_new_switches_sharing_off(calls):

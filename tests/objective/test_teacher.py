@@ -7,7 +7,7 @@ import torch
 
 from sparse_losses import BM25Teacher, DocumentFrequency
 from sparse_losses.functional import bm25_scores
-from sparse_losses.objective.teacher import score_candidates
+from sparse_losses.objective.teacher import score_batch
 
 V, CLS, SEP, PAD = 40, 0, 1, 2
 SPECIAL = [CLS, SEP, PAD]
@@ -83,7 +83,8 @@ def test_wrong_settings_are_errors(options, error, message):
 
 def test_scores_are_detached_and_have_the_shape_of_queries_and_documents():
     learned = torch.ones(3, 3, requires_grad=True)
-    assert not score_candidates(lambda *_: learned * 2, column(3), column(3)).requires_grad
+    fields = score_batch(lambda *_: learned * 2, column(3), column(3))
+    assert not fields["teacher_scores"].requires_grad
 
 
 def test_texts_without_tokens_are_an_error():

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from sparse_losses import ActivationFrequency, FlopsLoss
 from sparse_losses.functional import flops_loss
-from tests.distributed.ranks import run_ranks
 from tests.strategies import seeds
 
 V = 6
@@ -125,25 +124,6 @@ def test_counting_waits_for_no_device_and_keeps_no_graph():
     assert counter.all_reduce().penalty().shape == (V,)
     leaf = torch.rand(3, V, requires_grad=True)
     assert not counted(leaf).frequency().requires_grad
-
-
-def _on_ranks(rank: int, decay: float | None) -> list[list[float]]:
-    counter = ActivationFrequency(V, decay=decay)
-    seen = []
-    for step in range(4):
-        counter.update(batches(10 * step + rank, [3])[0])
-        if step % 2:
-            seen.append(counter.all_reduce().frequency().tolist())
-    return seen
-
-
-@pytest.mark.parametrize("decay", [None, 0.8])
-def test_all_reduce_may_be_called_again(decay):
-    ranks = run_ranks(2, _on_ranks, decay)
-    texts = [torch.cat([batches(10 * step + rank, [3])[0] for rank in (0, 1)]) for step in range(4)]
-    for seen in ranks:
-        np.testing.assert_allclose(seen[0], loop(texts[:2], decay or 1.0), rtol=1e-5)
-        np.testing.assert_allclose(seen[1], loop(texts, decay or 1.0), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

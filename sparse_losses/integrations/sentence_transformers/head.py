@@ -21,31 +21,26 @@ with from_extra("sentence-transformers"):
 def use_splade_head(sparse_encoder: Any, *, logit_scale: float = 1.0) -> Any:
     """Compute the vectors of a ``SparseEncoder`` by ``splade_head``; return the encoder.
 
-    ``[B, S, V]`` is then never stored, and vectors and gradients are the same. They are fp32, also
-    where the model is in half precision. The pooling's ``chunk_size`` has no effect. The saved
-    folder is the same as without the head.
-
-    Call it again after anything that replaces the projection, such as ``resize_token_embeddings``
-    or adapters on it. Several GPUs need one process each.
+    ``[B, S, V]`` is then never stored; vectors, which are fp32, gradients and the saved folder are
+    the same, and the pooling's ``chunk_size`` has no effect. Call it again after what replaces the
+    projection, such as ``resize_token_embeddings``. Several GPUs need one process each.
 
     Args:
         sparse_encoder: a ``SparseEncoder`` of a fill-mask ``Transformer`` and
             ``SpladePooling("max")``, or of a ``Router`` with such sides. It is changed in place.
         logit_scale: a factor > 0 on the logits, of models whose head has a large norm. It is
-            multiplied into the model's weights, which a folder saves: pass it once.
-
-    Raises:
-        TypeError: for other modules, for a model that ``SpladeHead.from_masked_lm`` does not take,
-            and for a ``logit_scale`` of a model without a normalisation before its projection.
+            multiplied into the model's weights, which a folder saves: pass it once. The model needs
+            a normalisation before its projection.
 
     Examples:
         ``model = use_splade_head(SparseEncoder("naver/splade-v3"))``
     """
-    remove_splade_head(sparse_encoder)
     check_number("logit_scale", logit_scale, minimum=0.0, exclusive=True)
     replaced = []
     for transformer, pooling in _pairs(sparse_encoder):
         model = unwrapped(transformer.auto_model)
+        if getattr(vars(model).get("forward"), "func", None) is _hidden_states:
+            del model.forward  # of an earlier call
         head = SpladeHead.from_masked_lm(model, activation=pooling.activation_function)
         if logit_scale != 1.0 and not fold_scale(head, logit_scale):
             raise TypeError(f"expected a normalisation before the projection of {type(model)}")
@@ -53,20 +48,6 @@ def use_splade_head(sparse_encoder: Any, *, logit_scale: float = 1.0) -> Any:
         replaced.append((pooling, partial(_pooled, pooling, model, head)))
     for module, function in replaced:
         module.forward = function
-    return sparse_encoder
-
-
-def remove_splade_head(sparse_encoder: Any) -> Any:
-    """Undo ``use_splade_head`` in place, if it was used, and return the encoder.
-
-    Examples:
-        ``model = remove_splade_head(model)``
-    """
-    for transformer, pooling in _pairs(sparse_encoder):
-        for module in (unwrapped(transformer.auto_model), pooling):
-            function = getattr(vars(module).get("forward"), "func", None)
-            if function in (_hidden_states, _pooled):
-                del module.forward
     return sparse_encoder
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import sparse_losses as sl
 from sparse_losses.distributed import gather_rows, num_ranks
 from sparse_losses.objective import terms
-from sparse_losses.objective.teacher import score_candidates
+from sparse_losses.objective.teacher import score_batch
 
 
 # The type checker sees their classes as Any, and a subclass of Any is an error.
@@ -26,9 +26,12 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
     - InfoNCE and N-pair share all negatives among the anchors. A ``SpladeObjective`` shares those
       of one column; of several, an anchor has only its own, as in the other losses.
     - ``labels`` are a teacher's scores ``[B, 1 + n]``; for MarginMSE alone also margins ``[B, n]``;
-      for pairwise contrastive 0/1 ``[B]``; for NWS multi-hot ``[B, L]``.
+      for pairwise contrastive 0/1 ``[B]``; for NWS multi-hot ``[B, L]``; for InfoNCE and triplet
+      margin ids, with ``labels_are_ids``.
     - A negative with the id of its row's positive is none, and with a score of ``-inf``.
-    - Distillation, RankNet and MarginMSE alone compare dot products.
+    - Distillation, RankNet and MarginMSE alone compare dot products. To distil a bi-encoder's
+      cosines into dot products, take ``terms.distillation(similarity="dot", score_scale=1.0,
+      teacher_scale=1 / t)``, with the temperature ``t`` at which the bi-encoder was trained.
 
     Args:
         model: a ``SparseEncoder`` or ``SentenceTransformer``.
@@ -192,6 +195,9 @@ def _of_batch(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Tens
     if kind is sl.MarginMSELoss and labels is not None and labels.numel() == size * len(others):
         labels = nn.functional.pad(-labels.reshape(size, -1), (1, 0))  # scores of the margins
     are_scores = own.teacher is None and labels is not None and kind is sl.SpladeObjective
+    if labels is not None and not (own.labels_are_ids or kind in (*DISTILLED, sl.SpladeObjective)):
+        needed = "labels alone with `labels_are_ids=True`, as ids of documents"
+        raise ValueError(f"{own._name} expected {needed}, got labels {list(labels.shape)}")
     if own.labels_are_ids or kind in DISTILLED or are_scores:
         received = None if labels is None else list(labels.shape)
         shapes = [[size], [size, count]] if own.labels_are_ids else [[size, count]]
@@ -218,12 +224,7 @@ def _taught(own: SentenceTransformersLoss, batch: sl.SpladeBatch) -> sl.SpladeBa
         if all("texts" in column for column in own._columns):
             rows = zip(*[column["texts"] for column in own._columns[i]], strict=True)
             side["texts"] = [text for row in rows for text in row]
-    scores = score_candidates(own.teacher, *sides)
-    batch = batch._replace(teacher_scores=scores, teacher_candidates="batch")
-    if own.score_anchors:
-        scores = score_candidates(own.teacher, sides[0], sides[0])
-        batch = batch._replace(teacher_anchor_scores=scores)
-    return batch
+    return batch._replace(**score_batch(own.teacher, *sides, score_anchors=own.score_anchors))
 
 
 def _nws(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Any) -> Any:

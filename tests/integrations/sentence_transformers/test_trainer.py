@@ -89,19 +89,6 @@ def test_a_bi_encoder_says_that_it_needs_texts(dense, sparse):
         ours.compute_loss_from_embeddings(runs.random_columns(2))
 
 
-@pytest.mark.parametrize("mini_batch_size", [None, 3])
-def test_a_learned_temperature_gets_the_gradient_of_the_whole_batch(mini_batch_size, sparse):
-    model, plain = sparse(), runs.learning()
-    ours = SentenceTransformersLoss(model, runs.learning(), mini_batch_size=mini_batch_size)
-
-    def by_hand(texts, _):
-        return plain(texts[0].activations, texts[1].activations)
-
-    runs.assert_same_step(ours, runs.preprocessed(model, 2), None, sparse(), by_hand)
-    assert plain.temperature.grad != 0
-    torch.testing.assert_close(ours.loss.temperature.grad, plain.temperature.grad)
-
-
 def test_the_second_pass_of_the_cache_is_under_the_autocast_of_the_first(sparse):
     """In an own loop, whose backward pass is outside of it."""
     gradients = []
@@ -172,6 +159,9 @@ def test_wrong_options_are_errors(loss, options, error, message, sparse):
 DISTILLED = sl.SpladeObjective({"distillation": (1.0, terms.distillation())})
 UNFIT = [
     (sl.InfoNCELoss(), 1, None, "InfoNCELoss expected 2 columns or more, got 1"),
+    (sl.InfoNCELoss(), 2, torch.arange(6), r"InfoNCELoss .*`labels_are_ids=True`.* got labels \[6"),
+    (sl.InfoNCELoss(), 3, runs.SCORES[:6, :2], "InfoNCELoss expected labels alone with"),
+    (sl.TripletMarginLoss(), 3, torch.rand(6), "TripletMarginLoss expected labels alone with"),
     (sl.MarginMSELoss(), 3, None, r"labels as \[\[6, 2\]\], got None"),
     (sl.DistillationLoss(), 3, runs.SCORES[:6], r"labels as \[\[6, 2\]\], got \[6, 3\]"),
     (sl.PairwiseContrastiveLoss(), 2, None, "same"),
