@@ -20,6 +20,9 @@ def context_overlap(one: Tensor, other: Tensor) -> Tensor:
     Returns:
         ``[B]``, fp32; 0 where both rows are empty.
 
+    Raises:
+        ValueError: for other shapes.
+
     Examples:
         >>> import torch
         >>> from sparse_losses import context_overlap
@@ -28,7 +31,8 @@ def context_overlap(one: Tensor, other: Tensor) -> Tensor:
     """
     check_shapes(one=(one, "B V"), other=(other, "B V"))
     a, b = one > 0, other > 0
-    return (a & b).sum(1) / (a | b).sum(1).clamp(min=1)
+    union = (a | b).sum(1)
+    return (a & b).sum(1) / union.clamp(min=1)
 
 
 def recall_at_k(scores: Tensor, positive: Tensor, k: int) -> Tensor:
@@ -43,6 +47,9 @@ def recall_at_k(scores: Tensor, positive: Tensor, k: int) -> Tensor:
         0-d, fp32. Queries without positives are left out. Half of the tied candidates rank above
         the positive, so that a constant score gains nothing.
 
+    Raises:
+        ValueError: for other shapes, a ``k`` outside its range, or positives that are not 0/1.
+
     Examples:
         >>> import torch
         >>> from sparse_losses import recall_at_k
@@ -54,7 +61,8 @@ def recall_at_k(scores: Tensor, positive: Tensor, k: int) -> Tensor:
     if k > size["C"]:
         raise ValueError(f"expected `k` of at most C = {size['C']}, got {k}")
     if positive.ndim == 1:
-        positive = positive[:, None] == torch.arange(size["C"], device=scores.device)
+        columns = torch.arange(size["C"], device=scores.device)
+        positive = positive[:, None] == columns
     positive = as_mask("positive", positive)
     scores = scores.contiguous()  # searchsorted warns of a transposed tensor
     ordered = scores.sort(1).values

@@ -10,9 +10,12 @@ from sparse_losses.distributed import agree_across_ranks, gather_rows, refuse_ac
 class LabelQueue(nn.Module):
     r"""First-in, first-out memory of the last ``size`` rows and their labels.
 
-    Enqueue *after* the backward pass: before the loss the queue would contain the batch itself, as
-    positives of similarity 1, and PyTorch raises an error if ``features`` are overwritten while a
-    graph still needs them. ``state_dict`` holds all of it, pointer and fill included.
+    Enqueue *after* the loss: otherwise the queue contains the batch itself, as positives of
+    similarity 1. It is best to enqueue after the backward pass: PyTorch raises an error if
+    ``features`` are overwritten while the graph of a loss still needs them.
+
+    The queue never waits for the device and works under ``torch.compile(fullgraph=True)``.
+    ``state_dict`` holds all of it, pointer and fill included, so training can resume.
 
     Args:
         size: Number of rows, Q.
@@ -25,6 +28,10 @@ class LabelQueue(nn.Module):
         features: ``[Q, D]``, zeros in slots that were never filled.
         labels: ``[Q, L]``, multi-hot, in the dtype of the features; likewise zeros.
         mask: ``[Q]`` bool, the filled slots.
+
+    Raises:
+        ValueError: If a size is below 1.
+        TypeError: If a size is not an integer, or ``gather`` is not a bool.
 
     Examples:
         >>> import torch
@@ -77,6 +84,11 @@ class LabelQueue(nn.Module):
             features: Floating point ``[B, D]``; stored without their graph, in the queue's dtype.
                 If there are more than Q rows, the last Q are kept.
             labels: Multi-hot labels, bool, integer or float 0/1 ``[B, L]``.
+
+        Raises:
+            ValueError: If the shapes are not ``[B, D]`` and ``[B, L]``, the device is not the
+                queue's, or a label is neither 0 nor 1 (checked on the CPU only).
+            TypeError: If the features are not floating point or the labels complex.
         """
         call = "LabelQueue.enqueue"
         try:
@@ -109,5 +121,5 @@ class LabelQueue(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the sizes."""
-        sizes = f"size={self.size}, dim={self.dim}, num_labels={self.num_labels}"
-        return f"{sizes}, gather={self.gather}"
+        names = ("size", "dim", "num_labels", "gather")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)

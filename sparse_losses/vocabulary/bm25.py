@@ -47,6 +47,10 @@ def bm25_scores(
         fp32 ``[B, C]``, or ``[B, N]`` with ``N`` documents per query, without a gradient. A query
         or a document without tokens scores 0.
 
+    Raises:
+        ValueError: for wrong shapes, devices or numbers, or an id outside ``[0, V)``.
+        TypeError: for wrong dtypes.
+
     Examples:
         >>> import torch
         >>> from sparse_losses import bm25_scores

@@ -27,6 +27,9 @@ def label_similarity(labels: Tensor, *, method: Literal["npmi", "jaccard"] = "np
         Symmetric matrix ``[L, L]`` in [0, 1], computed in float64; float64 for float64 labels,
         float32 otherwise. With no rows it is the identity.
 
+    Raises:
+        ValueError: for a wrong shape or method, or labels that are not 0 or 1.
+
     Examples:
         >>> import torch
         >>> from sparse_losses import label_similarity

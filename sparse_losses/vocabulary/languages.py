@@ -40,6 +40,10 @@ def language_token_ids(
     Returns:
         Ids in increasing order, int64, on the CPU.
 
+    Raises:
+        ValueError: for an unknown script.
+        TypeError: for a tokenizer without a vocabulary, or a string as ``scripts``.
+
     Examples:
         >>> from sparse_losses import language_token_ids
         >>> vocabulary = ["<s>", "▁서울", "▁Seoul", "▁Сеул", "▁2024", "서울city", "ソウル"]

@@ -44,6 +44,10 @@ def idf_penalty(
     Returns:
         Penalties ``[V]`` on the device of ``idf``, float64 for float64 and float32 otherwise.
 
+    Raises:
+        ValueError: for a wrong shape or number, an idf that is not finite, or an id outside.
+        TypeError: for wrong dtypes.
+
     Examples:
         >>> import torch
         >>> from sparse_losses import idf_penalty
@@ -97,6 +101,10 @@ def language_penalty(
 
     Returns:
         Penalties, float32 ``[V]`` on the CPU.
+
+    Raises:
+        ValueError: for an id outside ``[0, V)`` or a wrong penalty.
+        TypeError: for ids that are not integers.
 
     Examples:
         >>> from sparse_losses import language_penalty
