@@ -129,7 +129,7 @@ class SpladeObjective(nn.Module):
                 try:
                     values[name] = value = self.terms[name](batch)
                     check_shapes(value=(value, ""))  # 0-d
-                except (IndexError, TypeError, ValueError) as error:
+                except (TypeError, ValueError) as error:
                     error.args = (f"the term {name!r}: {error}",)
                     raise
         return {name: values[name] for name in active}

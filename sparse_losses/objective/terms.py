@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_number
-from sparse_losses._core.token_ids import TokenIds, as_mask, check_ids
+from sparse_losses._core.token_ids import TokenIds, as_mask, attended_ids, check_ids
 from sparse_losses.losses.distillation import DistillationLoss
 from sparse_losses.losses.flops import FlopsLoss
 from sparse_losses.losses.info_nce import InfoNCELoss, info_nce_from_scores
@@ -76,7 +76,11 @@ def _call(loss: Any, batch: SpladeBatch, *tensors: Any, **masks: Tensor | None) 
 
 
 def _hide(ids: Tensor, activations: Tensor) -> Tensor:
-    return activations.index_fill(-1, ids, 0.0) if len(ids) else activations
+    if len(ids) == 0:
+        return activations
+    every, size = torch.ones_like(ids, dtype=torch.bool), activations.shape[-1]
+    ids = attended_ids("stopword_ids", ids, every, size, gathered=True)
+    return activations.index_fill(-1, ids, 0.0)
 
 
 def info_nce(loss: Loss = None, *, stopword_ids: TokenIds = ()) -> Term:
