@@ -19,6 +19,7 @@ from sparse_losses.representation._language_model import (
     unwrapped,
     without_cache,
 )
+from sparse_losses.representation.dense import set_identity_head
 from sparse_losses.representation.folder import Folder, named_damage, write_folder
 from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead
@@ -26,6 +27,8 @@ from sparse_losses.representation.parts import SETTINGS, SIDES
 
 if TYPE_CHECKING:
     from sparse_losses.sparsity.calibration import Calibration
+
+OPTIONS = (*SETTINGS, "importance", "max_length")  # of the constructor, which a folder keeps
 
 
 class SpladeEncoder(nn.Module):
@@ -433,11 +436,10 @@ class SpladeEncoder(nn.Module):
         Warns:
             UserWarning: if the checkpoint lacks weights: they are random then.
         """
-        names = (*SETTINGS, "importance", "max_length")
-        own = {name: x for name in names if (x := options.pop(name, None)) is not None}
+        own = {name: x for name in OPTIONS if (x := options.pop(name, None)) is not None}
         folder = Folder(name_or_path, **options)
         saved, tensors = folder.read()
-        settings = {name: x for name in names if (x := saved.get(name)) is not None} | own
+        settings = {name: x for name in OPTIONS if (x := saved.get(name)) is not None} | own
         has_logits = bool(settings.get("expansion", True))
         model, tokenizer = folder.read_model(has_logits=has_logits, **options)
         with named_damage(folder.name), torch.device("cpu"):
@@ -456,6 +458,44 @@ class SpladeEncoder(nn.Module):
                 tensors |= folder.read_linear()
             encoder.load_state_dict(tensors, strict=False)
         return encoder.eval()
+
+    @classmethod
+    def from_dense(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        texts: Sequence[str],
+        *,
+        start_active: float = 256,
+        **options: Any,
+    ) -> "SpladeEncoder":
+        """Make a SPLADE model of a dense encoder, such as a folder of sentence-transformers.
+
+        The logits start as dot products of hidden states and word embeddings: the projection is
+        tied to these, and the head before it starts as the identity. The bias is shifted so that a
+        text starts with ``start_active`` dimensions. Pooling and later modules of the folder are
+        left out. Train the model, and prune it by ``calibrate``.
+
+        Args:
+            name_or_path: A folder, or a name on the Hugging Face Hub.
+            texts: Some hundred texts like those to be encoded, on which the start is measured.
+            start_active: Active dimensions of a text at the start.
+            **options: As in ``from_pretrained``, without ``expansion`` and ``logit_scale``.
+
+        Raises:
+            ValueError: if the checkpoint has a trained head, which ``from_pretrained`` loads.
+            TypeError: if its architecture has no masked language model, or one with another head,
+                such as ALBERT's, whose word embeddings have another width.
+        """
+        if given := ", ".join({"expansion", "importance", "logit_scale"} & options.keys()):
+            raise TypeError(f"expected no {given} for a dense encoder")
+        own = {name: options.pop(name) for name in OPTIONS if name in options}
+        folder = Folder(name_or_path, is_dense=True, **options)
+        saved, _ = folder.read()
+        model, tokenizer = folder.read_model(has_logits=True, **options)
+        encoder = cls(model, tokenizer, **saved | own).eval()
+        set_identity_head(model, **encoder.tokenize(texts[:64]))
+        encoder.calibrate(texts, start_active, method="shift", verbose=False)
+        return encoder
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write everything ``from_pretrained`` reads, as safetensors and JSON.
