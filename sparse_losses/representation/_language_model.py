@@ -195,12 +195,6 @@ def _after_projection(logits: Tensor) -> tuple[float | None, float | None]:
     return float(f"{scale:.6g}"), softcap
 
 
-def adapted_weight(linear: Any) -> Tensor:
-    """Return the weight of a projection."""
-    weight: Tensor = linear.weight
-    return weight
-
-
 def _unknown(model: object, why: str, instead: str = "") -> TypeError:
     by_hand = "Pass the layers of such a model yourself: SpladeHead(weight, bias, transform=layers)"
     return TypeError(

@@ -24,6 +24,7 @@ from sparse_losses.representation.folder import Folder, named_damage, write_fold
 from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead
 from sparse_losses.representation.parts import SETTINGS, SIDES
+from sparse_losses.representation.scale import multiply, scaled_parameters
 
 if TYPE_CHECKING:
     from sparse_losses.sparsity.calibration import Calibration
@@ -59,9 +60,10 @@ class SpladeEncoder(nn.Module):
         activation: As in ``splade_head``; with ``expansion=False`` also ``"identity"``: the ReLU
             alone, as in BGE-M3.
         softcap: The soft cap of the logits. ``None``: that of the model.
-        logit_scale: A factor > 0 on the logits, such as $H^{-1/4}$ for decoders. ``None``: 1. Where
-            a normalisation comes before the projection, as in masked models, it is multiplied into
-            the model's weights, and the attribute is ``None``.
+        logit_scale: A factor > 0 on the logits, of models whose head has a large norm, such as
+            decoders and ModernBERT. ``None``: 1. ``"auto"`` measures it as in ``SpladeHead``, on
+            the first batch in training mode. Where a normalisation comes before the projection, as
+            in masked models, it is multiplied into the model's weights, and then it is ``None``.
         bidirectional: Whether each position of a causal language model attends to later ones.
         prune_ratio: The default ``prune_ratio`` of ``encode``.
         max_active_dims: The default ``max_active_dims`` of ``encode``.
@@ -115,7 +117,7 @@ class SpladeEncoder(nn.Module):
         pool_special_tokens: bool = True,
         activation: Literal["relu", "log1p_relu", "identity"] = "relu",
         softcap: float | None = None,
-        logit_scale: float | None = None,
+        logit_scale: float | Literal["auto"] | None = None,
         bidirectional: bool = True,
         prune_ratio: float | None = None,
         max_active_dims: int | None = None,
@@ -141,9 +143,13 @@ class SpladeEncoder(nn.Module):
             self.head.softcap = softcap or self.head.softcap
             # Adapters are saved without the model's weights.
             saves_weights = inner is model and not getattr(model, "_hf_peft_config_loaded", False)
-            if logit_scale and saves_weights and parts.fold_scale(self.head, logit_scale):
-                self.logit_scale = logit_scale = None
-            self.head.logit_scale *= logit_scale or 1.0
+            if logit_scale == "auto":
+                self.head._await_scale(fold=saves_weights)
+            elif logit_scale and saves_weights and (scaled := scaled_parameters(self.head)):
+                multiply(scaled, logit_scale)
+                self.logit_scale = None
+            else:
+                self.head.logit_scale *= logit_scale or 1.0
         elif not isinstance(getattr(inner, "base_model", None), nn.Module) or inner is not model:
             what = "expected `model` to be a model of transformers without adapters"
             kind = type(model).__name__
@@ -167,7 +173,16 @@ class SpladeEncoder(nn.Module):
         self.register_buffer("_special_ids", special, persistent=False)
 
     def _settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in SETTINGS}
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        if self.logit_scale == "auto" and hasattr(self, "head") and not self.head.awaits_scale:
+            settings["logit_scale"] = self._measured_scale()
+        return settings
+
+    def _measured_scale(self) -> float | None:
+        """Return the factor that was measured, ``None`` where it is in the weights."""
+        scale = self.head.measured_scale
+        factor = 1.0 if scale is None else float(scale.item())
+        return None if factor == 1.0 else factor
 
     @property
     def device(self) -> torch.device:

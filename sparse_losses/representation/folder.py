@@ -222,6 +222,7 @@ class Folder:
         """Return the language model, with adapters as a ``PeftModel``, and its tokenizer."""
         from safetensors import SafetensorError
         from transformers import AutoConfig, AutoTokenizer
+        from transformers.utils import logging
 
         said = self.said()
         place, remote = said["place"], {"trust_remote_code": options.get("trust_remote_code")}
@@ -241,7 +242,12 @@ class Folder:
                 config.classifier_bias = config.decoder_bias = True
             options = {**said.get("model_kwargs", {}), **options, **where, "config": config}
             load = _auto_class(config).from_pretrained
-            model, report = load(name, output_loading_info=True, **options)
+            level = logging.get_verbosity()
+            logging.set_verbosity(logging.ERROR if self.is_dense else level)  # no head is expected
+            try:
+                model, report = load(name, output_loading_info=True, **options)
+            finally:
+                logging.set_verbosity(level)
             if place.find("tokenizer_config.json") is not None:  # or it is the base model's
                 name, where = self.name, place.hub
             options = {**said.get("processor_kwargs", {}), **where, **remote}

@@ -61,7 +61,7 @@ def _of_encoder(encoder: Any, signed: bool, stack: contextlib.ExitStack) -> Adap
     if signed:  # the bias is added before all of these
         _hold(stack, encoder, gate=None)
         if encoder.expansion:
-            _hold(stack, encoder.head, softcap=None, logit_scale=1.0)
+            _hold(stack, encoder.head, softcap=None, logit_scale=1.0, awaits_scale=True)
 
     def read(texts: Any, side: Any) -> Tensor:
         batch = encoder.tokenize(texts, side=side)
@@ -89,7 +89,7 @@ def _of_head(head: SpladeHead, signed: bool, stack: contextlib.ExitStack) -> Ada
     held = head.threshold if isinstance(head.threshold, float) else None
     _hold(stack, head, threshold=None)
     if signed:
-        _hold(stack, head, softcap=None, logit_scale=1.0)
+        _hold(stack, head, softcap=None, logit_scale=1.0, awaits_scale=True)
 
     def read(batch: Any, side: str) -> Tensor:
         hidden, attention_mask = batch
