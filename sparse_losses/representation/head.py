@@ -32,6 +32,7 @@ Impl = Literal["auto", "definition", "packed", "tiles"]
 
 # Logits of all positions up to which the definition is the fastest, on a CPU.
 SMALL = 1 << 16
+EXPORTED = 1 << 13  # tokens of the vocabulary whose logits an exported head holds at once
 
 
 @loss(
@@ -146,17 +147,20 @@ def splade_head(
 
 
 def _definition(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Compute all logits at once, by differentiable operations."""
+    """Compute all logits at once, by differentiable operations; exported, tile by tile."""
     hidden, weight, bias, attended, _, dtype = inputs
     if attended is None:
         attended = hidden.new_ones(hidden.shape[:2], dtype=torch.bool)
     # A NaN at a masked position would reach the gradient, because 0 * NaN is NaN.
     hidden = torch.where(attended[..., None], hidden, 0.0)
     operands = operand_type(hidden, weight, dtype)
-    scores = hidden.to(operands) @ weight.to(operands).mT
-    if hidden.shape[1] > 0:
-        scores = torch.where(attended[..., None], scores, -torch.inf)
-    highest = (scores.max(1).values if hidden.shape[1] else scores.sum(1)).to(dtype)
+    hidden, found = hidden.to(operands), []
+    for tile in weight.split(EXPORTED if is_exported() else len(weight)):
+        scores = hidden @ tile.to(operands).mT
+        if hidden.shape[1] > 0:
+            scores = torch.where(attended[..., None], scores, -torch.inf)
+        found.append(scores.max(1).values if hidden.shape[1] else scores.sum(1))
+    highest = (found[0] if len(found) == 1 else torch.cat(found, 1)).to(dtype)
     absent = attended.logical_not().all(1, keepdim=True)
     return highest if bias is None else highest + bias, absent
 

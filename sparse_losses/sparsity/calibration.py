@@ -291,7 +291,9 @@ def _targets(
     others = list(queries) if isinstance(queries, (list, tuple)) else [queries] * len(numbers)
     if len(numbers) > 1 and (is_shift or not of.takes_several):
         raise ValueError("expected one `target_active`: only pruning a SpladeEncoder takes several")
-    if not numbers or len(others) != len(numbers):
+    if not numbers:
+        raise ValueError("expected at least one `target_active`, got an empty list")
+    if len(others) != len(numbers):
         raise ValueError(f"expected a `query_target` for each of {documents}, got {queries}")
     if is_shift and queries is not None:
         raise ValueError("expected no `query_target`: one shift changes both sides")

@@ -92,6 +92,9 @@ def _of_head(head: SpladeHead, signed: bool, stack: contextlib.ExitStack) -> Ada
         _hold(stack, head, softcap=None, logit_scale=1.0, awaits_scale=True)
 
     def read(batch: Any, side: str) -> Tensor:
+        if not isinstance(batch, (tuple, list)):
+            got = type(batch).__name__
+            raise TypeError(f"expected a list of pairs (hidden, attention_mask), got one {got}")
         hidden, attention_mask = batch
         x: Any = head(hidden, attention_mask, return_logits=signed, layout=torch.strided)
         return _present(x[1]) if signed else x

@@ -239,6 +239,8 @@ def test_a_head_is_shifted_and_pruned():
     whole, logits = head(*data[0], return_logits=True)
     assert torch.equal(whole, head(*data[0]))
     assert logits.shape == whole.shape
+    with pytest.raises(TypeError, match=r"a list of pairs \(hidden, attention_mask\), got one T"):
+        calibrate(head, data[0], 2)
     with pytest.raises(ValueError, match="expected a head with a bias to shift"):
         calibrate(SpladeHead(torch.eye(8)), data, 2, method="shift")
 
@@ -343,7 +345,7 @@ def test_nan_counts_for_nothing_and_stays():
         ({"target_active": 0}, "`target_active`"),
         ({"target_active": 151}, "`target_active` from `keep_at_least` = 1 to V = 150, got 151"),
         ({"target_active": 0.5}, "`keep_at_least` = 1 .*, got 0.5"),
-        ({"target_active": ()}, "`query_target` for each"),
+        ({"target_active": []}, "at least one `target_active`, got an empty list"),
         ({"target_active": None}, "dimensions or `target_products`, got "),
         ({"target_products": 1.0}, "dimensions or `target_products`, got "),
         ({"query_target": 3}, "expected `queries`"),
