@@ -73,10 +73,9 @@ def head_of(model: Any) -> Projection:
     """Return the layers of a masked or causal language model after its hidden states.
 
     Architectures name these layers differently, and some apply an activation in code. So the model
-    reads eight tokens while hooks record the layers after its encoder. They are followed from the
-    input of the projection back to the hidden states, and compute again what the model computed.
-    Known numbers take the place of the projection's output: the logits show what follows it.
-    A ``TypeError`` names what is computed in another way.
+    reads eight tokens while hooks record the layers after its encoder, which are followed from the
+    input of the projection back to the hidden states. Known numbers take the place of the
+    projection's output: the logits show what follows it. A ``TypeError`` names anything else.
     """
     model = unwrapped(model)
     base = getattr(model, "base_model", None)

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from sparse_losses._core.activation import (
     Activation,
     check_threshold,
-    pruned_weights,
     splade_activation,
 )
 from sparse_losses._core.checks import (
@@ -238,7 +237,6 @@ class SpladeHead(LossModule):
     softcap: float | None
     threshold: float | Tensor | None
     measured_scale: Tensor | None
-    keep_at_least: int = 0  # largest entries that `threshold` leaves in every row; of `calibrate`
 
     def __init__(
         self,
@@ -380,16 +378,7 @@ class SpladeHead(LossModule):
         hidden, weight, bias = self._operands(hidden)
         options = self.hyperparameters(layout=layout)
         options |= {"gate": gate, "return_logits": return_logits}
-        threshold = self.threshold
-        if not self.keep_at_least or not isinstance(threshold, float):
-            return splade_head(hidden, weight, bias, attention_mask, **options)
-        if options["layout"] != torch.strided:
-            raise ValueError(f"expected dense vectors to prune, got layout={options['layout']}")
-        output = splade_head(hidden, weight, bias, attention_mask, **options | {"threshold": None})
-        whole, logits = output if isinstance(output, tuple) else (output, None)
-        options = {"activation": self.activation}
-        kept = pruned_weights(whole, threshold, self.keep_at_least, **options)
-        return kept if logits is None else (kept, logits)
+        return splade_head(hidden, weight, bias, attention_mask, **options)
 
     def extra_repr(self) -> str:
         """Return the sizes and the hyperparameters."""

@@ -27,7 +27,7 @@ class Adapter(NamedTuple):
     vocab_size: int
     thresholds: Limits
     read: Callable[[Any, str], Tensor]  # a batch and its side to what is counted, [B, V]
-    prune: Callable[[Limits, int, Budgets], None]
+    prune: Callable[[Limits, Budgets], None]
     bias: Callable[[], Tensor]
 
 
@@ -69,9 +69,9 @@ def _of_encoder(encoder: Any, signed: bool, stack: contextlib.ExitStack) -> Adap
         x = _present(x[1]) if signed else x
         return x if idf is None else torch.where(idf > 0, x, absent)
 
-    def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
+    def prune(pair: Limits, budgets: Budgets) -> None:
         encoder.document_threshold, encoder.query_threshold = pair
-        encoder.keep_at_least, encoder.budgets = keep_at_least, budgets
+        encoder.budgets = budgets
         if pair != (None, None):
             encoder.max_active_dims = None
 
@@ -99,10 +99,10 @@ def _of_head(head: SpladeHead, signed: bool, stack: contextlib.ExitStack) -> Ada
         x: Any = head(hidden, attention_mask, return_logits=signed, layout=torch.strided)
         return _present(x[1]) if signed else x
 
-    def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
+    def prune(pair: Limits, budgets: Budgets) -> None:
         if isinstance(head.threshold, Tensor):  # a buffer, which cannot become a number
             del head.threshold
-        head.threshold, head.keep_at_least = pair[0], keep_at_least
+        head.threshold = pair[0]
 
     def bias() -> Tensor:
         if head.bias is None:
@@ -117,7 +117,6 @@ class _Pruning:
     """The hook that prunes what a ``SparseEncoder`` gives in evaluation mode."""
 
     thresholds: Limits = (None, None)
-    keep_at_least = 1
 
     def __init__(self, activation: str) -> None:
         self.activation = activation
@@ -125,12 +124,9 @@ class _Pruning:
     def __call__(self, model: Any, args: Any, options: Any, output: Any) -> None:
         threshold = self.thresholds[options.get("task") == "query"]
         if threshold is not None and not model.training:
-            output["sentence_embedding"] = pruned_weights(
-                output["sentence_embedding"],
-                threshold,
-                self.keep_at_least,
-                activation=self.activation,
-            )
+            whole = output["sentence_embedding"]
+            kept = pruned_weights(whole, threshold, activation=self.activation)
+            output["sentence_embedding"] = kept
 
 
 def _of_sparse_encoder(model: Any, signed: bool, stack: contextlib.ExitStack) -> Adapter:
@@ -170,8 +166,8 @@ def _of_sparse_encoder(model: Any, signed: bool, stack: contextlib.ExitStack) ->
             return x.relu()  # static queries may have negative weights, which pruning takes
         return _present(seen.pop()) if seen else torch.where(x > 0, torch.inf, -torch.inf)
 
-    def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
-        pruning.thresholds, pruning.keep_at_least = pair, keep_at_least
+    def prune(pair: Limits, budgets: Budgets) -> None:
+        pruning.thresholds = pair
         if pair != (None, None):
             model.max_active_dims = None
 
