@@ -42,9 +42,8 @@ def set_identity_head(model: Any, input_ids: Tensor, attention_mask: Tensor) -> 
             f"expected a head of one Linear [{size}, {size}], as wide as the word embeddings, an "
             f"activation and one layer norm, got {found} in {what}"
         )
-    for name, layer in (("Linear", linear[0]), ("projection", projection)):
-        if layer.bias is None:
-            raise TypeError(f"expected the head's {name} in {what} to have a bias, got none")
+    if linear[0].bias is None or projection.bias is None:
+        raise TypeError(f"expected a head whose linear layers have biases, got none in {what}")
     with evaluating(model):
         output = model.base_model(input_ids=input_ids, attention_mask=attention_mask)
     states = output[0][attention_mask.bool()].float()
