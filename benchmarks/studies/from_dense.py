@@ -2,7 +2,8 @@
 
 ``SpladeEncoder.from_dense`` and other ways to start, each at several numbers of dimensions of a
 document, on test collections in the format of BEIR. The documents, without queries and judgements,
-set the bias; a text has at most 128 tokens. The row ``dense`` is the encoder's own ranking by the mean of its states.
+set the bias; a text has at most 128 tokens. The row ``dense`` is the encoder's own ranking, by the
+mean of its states.
 """
 
 import argparse

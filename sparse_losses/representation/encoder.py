@@ -472,6 +472,9 @@ class SpladeEncoder(nn.Module):
         """
         if given := ", ".join({"expansion", "importance", "logit_scale"} & options.keys()):
             raise TypeError(f"expected no {given} for a dense encoder")
+        encoding.check_texts(texts)
+        if not texts:
+            raise ValueError("expected some `texts` to measure the start on, got none")
         own = {name: options.pop(name) for name in OPTIONS if name in options}
         folder = Folder(name_or_path, is_dense=True, **options)
         saved, _ = folder.read()

@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForMaskedLM,
-    MPNetConfig,
-    MPNetForMaskedLM,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModel, AutoModelForMaskedLM, MPNetConfig, MPNetForMaskedLM
 
 from sparse_losses import SpladeEncoder
 from tests.representation.tiny_models import (
@@ -69,11 +63,8 @@ def test_logits_are_products_with_word_embeddings_and_all_load_them(architecture
     assert encoder.head.weight is words
     encoder.save_pretrained(tmp_path / "saved")
     dense = encoder.encode(LONG, output="dense")
-    for again in (
-        SpladeEncoder.from_pretrained(tmp_path / "saved"),
-        SpladeEncoder.from_pretrained(tmp_path / "saved", dtype=torch.float32),
-    ):
-        torch.testing.assert_close(again.encode(LONG, output="dense"), dense)
+    again = SpladeEncoder.from_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(again.encode(LONG, output="dense"), dense)
     theirs = AutoModelForMaskedLM.from_pretrained(tmp_path / "saved").eval()
     torch.testing.assert_close(theirs(**batch).logits, encoder.model(**batch).logits)
     SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
@@ -105,6 +96,8 @@ def test_options_are_the_encoders_and_the_loaders(tmp_path):
     )
     assert (encoder.head.weight.dtype, encoder.activation) == (torch.bfloat16, "log1p_relu")
     assert len(encoder.encode(LONG).values()) / len(LONG) == pytest.approx(9, rel=0.1)
+    with pytest.raises(ValueError, match="expected some `texts` .*, got none"):
+        SpladeEncoder.from_dense(folder, [])
     for name in ("expansion", "logit_scale"):
         with pytest.raises(TypeError, match=f"expected no {name} for a dense encoder"):
             SpladeEncoder.from_dense(folder, LONG, **{name: 0.5})
@@ -123,7 +116,7 @@ def test_trained_heads_and_other_architectures_are_refused(tmp_path):
     for name, error, message in [
         ("bert", ValueError, "no trained head, got cls.*SpladeEncoder.from_pretrained loads it"),
         ("albert", TypeError, r"a head of one Linear \[8, 8\], as wide as the word embeddings"),
-        ("qwen3", TypeError, f"got no layers in {Qwen3ForCausalLM.__name__}"),
+        ("qwen3", TypeError, "got no layers in Qwen3ForCausalLM"),
     ]:
         with pytest.raises(error, match=message):
             SpladeEncoder.from_dense(tmp_path / name, LONG)

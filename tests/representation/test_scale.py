@@ -4,12 +4,8 @@ import copy
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoModelForMaskedLM,
-    ModernBertDecoderConfig,
-    ModernBertDecoderForCausalLM,
-)
 
 from sparse_losses import SpladeEncoder, SpladeHead, calibrate
 from sparse_losses.functional import info_nce_loss
@@ -25,7 +21,6 @@ from tests.representation.tiny_models import (
     tokenizer,
 )
 
-CALM = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 TWO_WORDS = [f"{x} {y}" for x in ("quick", "dog", "fox") for y in ("brown", "over", "sparse")]
 
 
@@ -68,13 +63,12 @@ def test_first_batch_in_training_sets_the_scale_and_others_follow_it(options):
     assert encoder.head.weight is encoder.model.get_input_embeddings().weight
 
 
-def test_texts_without_any_active_dimension_leave_it_at_one():
-    head = SpladeHead(torch.eye(3), logit_scale="auto")
-    assert not head(-torch.ones(2, 1, 3)).any()
-    assert head.measured_scale == 1.0
-    half = SpladeHead(torch.eye(3), logit_scale="auto")
+def test_texts_without_active_dimensions_do_not_count():
     hidden = torch.tensor([[[1.0, 2.0, 0.5]], [[-1.0, -1.0, -1.0]]])
-    assert self_dot(half(hidden)) == pytest.approx(64, rel=1e-3)
+    heads = [SpladeHead(torch.eye(3), logit_scale="auto") for _ in range(2)]
+    assert self_dot(heads[0](hidden)) == pytest.approx(64, rel=1e-3)
+    assert not heads[1](hidden[1:]).any()
+    assert heads[1].measured_scale == 1.0
 
 
 @pytest.mark.parametrize("kind", ["head", "encoder"])
@@ -127,21 +121,16 @@ def test_a_shifted_start_comes_before_it():
 def large(kind):
     """A model whose logits are 16 times larger than usual."""
     words = tokenizer("bytes")
-    if kind == "modernbert":
-        model = masked_lm(kind, len(words))
-        norm = model.head.norm
-    elif kind == "ettin":
-        model = ModernBertDecoderForCausalLM(
-            ModernBertDecoderConfig(
-                vocab_size=len(words), **SIZES, **IDS, cls_token_id=2, sep_token_id=3
-            )
+    if kind == "ettin":
+        sizes = {**SIZES, **IDS, "cls_token_id": 2, "sep_token_id": 3, "vocab_size": len(words)}
+        model = transformers.ModernBertDecoderForCausalLM(
+            transformers.ModernBertDecoderConfig(**sizes)
         )
-        norm = model.lm_head.norm
     else:
-        model = causal_lm(kind, len(words))
-        norm = model.base_model.norm
+        model = (masked_lm if kind == "modernbert" else causal_lm)(kind, len(words))
+    place = {"modernbert": "head.norm", "ettin": "lm_head.norm", "qwen3": "model.norm"}[kind]
     with torch.no_grad():
-        norm.weight.mul_(16)
+        model.get_submodule(place).weight.mul_(16)
     return model.eval(), words
 
 
@@ -166,7 +155,7 @@ def test_models_with_a_large_norm_learn_and_load_elsewhere(kind, tmp_path):
     assert (again.logit_scale is None) == (kind != "qwen3"), "Qwen3 has no layer to fold it into"
     if kind == "modernbert":
         batch = encoder.tokenize(TEXTS)
-        theirs = AutoModelForMaskedLM.from_pretrained(tmp_path)(**batch).logits
+        theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)(**batch).logits
         torch.testing.assert_close(theirs, encoder.model(**batch).logits)
         SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
         theirs = SparseEncoder(str(tmp_path), device="cpu")
