@@ -101,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = {"model": Path(name).parent.name}
     for one in (load(folder, args.split) for folder in args.data):
         if results.missing(**about, collection=one.name):
-            encoder = SpladeEncoder.from_dense(name, one.documents[:64], max_length=LENGTH)
+            encoder = SpladeEncoder.from_dense(
+                name, one.documents[:64], start_active=STARTS[0], max_length=LENGTH
+            )
             results.add([about | row for row in rows_of(encoder, one)])
     cells: dict[tuple[str, str], list[str]] = {}
     for found in read(results.path):

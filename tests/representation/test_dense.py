@@ -96,7 +96,7 @@ def test_options_are_the_encoders_and_the_loaders(tmp_path):
     )
     assert (encoder.head.weight.dtype, encoder.activation) == (torch.bfloat16, "log1p_relu")
     assert len(encoder.encode(LONG).values()) / len(LONG) == pytest.approx(9, rel=0.1)
-    with pytest.raises(ValueError, match="expected some `texts` .*, got none"):
+    with pytest.raises(ValueError, match=r"expected some `texts` .*, got none"):
         SpladeEncoder.from_dense(folder, [])
     for name in ("expansion", "logit_scale"):
         with pytest.raises(TypeError, match=f"expected no {name} for a dense encoder"):
