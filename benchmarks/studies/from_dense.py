@@ -2,7 +2,7 @@
 
 ``SpladeEncoder.from_dense`` and other ways to start, each at several numbers of dimensions of a
 document, on test collections in the format of BEIR. The documents, without queries and judgements,
-set the bias; a text has at most 128 tokens. The row ``dense`` is the encoder's own ranking, by the
+set the bias; a text has at most 64 tokens. The row ``dense`` is the encoder's own ranking, by the
 mean of its states.
 """
 
@@ -22,7 +22,7 @@ from benchmarks.studies.beir import Collection, load, ranked
 from benchmarks.studies.learn import Results
 from sparse_losses import SpladeEncoder
 
-LENGTH = 128  # tokens of a text
+LENGTH = 64  # tokens of a text
 STARTS = (64, 128, 256, 512, 1024)
 
 
