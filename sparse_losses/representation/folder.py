@@ -157,8 +157,8 @@ class Folder:
         kinds, place = list(modules), next(iter(modules.values()), self)
         if kinds in ([], ["UnsupportedEncoder"]):
             return {"place": place}
-        known = [[kind, "SpladePooling"] for kind in ("MLMTransformer", "Transformer")]
-        if kinds[:1] != ["Transformer"] if self.is_dense else kinds not in known:
+        chains = [[kind, "SpladePooling"] for kind in ("MLMTransformer", "Transformer")]
+        if kinds[:1] != ["Transformer"] if self.is_dense else kinds not in chains:
             got = ", ".join(kinds)
             raise ValueError(f"expected {self.name} to have known modules only, got {got}")
         with named_damage(self.name):

@@ -154,7 +154,7 @@ def _definition(inputs: Inputs) -> tuple[Tensor, Tensor]:
     hidden = torch.where(attended[..., None], hidden, 0.0)
     operands = operand_type(hidden, weight, dtype)
     hidden, found = hidden.to(operands), []
-    for tile in weight.split(EXPORTED if is_exported() else len(weight)):
+    for tile in torch.split(weight, EXPORTED if is_exported() else len(weight)):
         scores = hidden @ tile.to(operands).mT
         if hidden.shape[1] > 0:
             scores = torch.where(attended[..., None], scores, -torch.inf)
@@ -275,15 +275,15 @@ class SpladeHead(LossModule):
             del self.threshold
             self.register_constant("threshold", threshold)
         # The projection of a model, which may have adapters. It is the model's: hence no submodule.
-        self._linear: tuple[nn.Module, ...] = ()
+        self._linear: tuple[Any, ...] = ()
         self._folds_into: tuple[Tensor, ...] = ()
         self.awaits_scale = False
         self.register_buffer("measured_scale", None)
         if is_auto:
             self._await_scale()
 
-    def _await_scale(self, *, fold: bool = False) -> bool:
-        """Measure the scale on the next batch in training mode; return whether it can be folded.
+    def _await_scale(self, *, fold: bool = False) -> None:
+        """Measure the scale on the next batch in training mode.
 
         With ``fold`` it is then multiplied into the parameters of the last normalisation before the
         projection and into the bias, if the head has such; else it stays a factor.
@@ -291,7 +291,6 @@ class SpladeHead(LossModule):
         empty = torch.full((), torch.nan, dtype=torch.float32, device=self.weight.device)
         self.measured_scale, self.awaits_scale = empty, True
         self._folds_into = tuple(scaled_parameters(self)) if fold else ()
-        return bool(self._folds_into)
 
     def _can_fold(self) -> bool:
         """Return whether the parameters that the scale goes to are in use; FSDP2 has others."""

@@ -43,18 +43,20 @@ def use_splade_head(sparse_encoder: Any, *, logit_scale: float | Literal["auto"]
         ``model = use_splade_head(SparseEncoder("naver/splade-v3"))``
     """
     remove_splade_head(sparse_encoder)
-    is_auto, replaced, scaled = logit_scale == "auto", [], set()
-    if not is_auto:
+    replaced, scaled = [], set()
+    if logit_scale != "auto":
         check_number("logit_scale", logit_scale, minimum=0.0, exclusive=True)
     for transformer, pooling in _pairs(sparse_encoder):
         model = unwrapped(transformer.auto_model)
         head = SpladeHead.from_masked_lm(model, activation=pooling.activation_function)
         if logit_scale != 1.0 and model not in scaled:  # of both sides of a Router
             scaled.add(model)
-            if not (head._await_scale(fold=True) if is_auto else scaled_parameters(head)):
+            if not (parameters := scaled_parameters(head)):
                 raise TypeError(f"expected a normalisation before the projection of {type(model)}")
-            if not is_auto:
-                multiply(scaled_parameters(head), logit_scale)
+            if logit_scale == "auto":
+                head._await_scale(fold=True)
+            else:
+                multiply(parameters, logit_scale)
         replaced.append((model, partial(_hidden_states, model)))
         replaced.append((pooling, partial(_pooled, pooling, model, head)))
     for module, function in replaced:
