@@ -128,10 +128,7 @@ def head_of(model: Any) -> Projection:
 
 
 def _recorded(model: Any, weight: Tensor, probed: Any) -> tuple[Tensor, list[Any], Tensor]:
-    """Return hidden states, calls of layers (layer, input, output) in order, and logits.
-
-    In place of the output of ``probed`` the model gets ``PROBE``.
-    """
+    """Return hidden states, calls of layers (layer, input, output), and the logits of ``PROBE``."""
     base, calls = model.base_model, []
     probe = torch.tensor(PROBE, dtype=torch.float32, device=weight.device)[:, None]
     tokens = torch.arange(len(PROBE), device=weight.device)[None] % len(weight)
@@ -203,10 +200,7 @@ def _unknown(model: object, why: str, instead: str = "") -> TypeError:
 
 
 def set_attention(model: Any, *, bidirectional: bool) -> None:
-    """Make a causal model attend both ways, or again one way; a masked one is left as it is.
-
-    A ``ValueError`` tells that a model stays causal.
-    """
+    """Make a causal model attend both ways, or again one way; a masked one is left as it is."""
     config = model.config.get_text_config()
     before = getattr(config, "is_causal", True)
     if not bidirectional:

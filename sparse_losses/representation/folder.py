@@ -149,10 +149,7 @@ class Folder:
             return {kind: self.inside(path) for kind, path in chain}
 
     def said(self) -> dict[str, Any]:
-        """Return what sentence-transformers' files tell its modules, and the model's place.
-
-        A ``ValueError`` names what a ``SpladeEncoder`` does not compute.
-        """
+        """Return what sentence-transformers' files tell its modules, and the model's place."""
         modules = self.modules("document")
         kinds, place = list(modules), next(iter(modules.values()), self)
         if kinds in ([], ["UnsupportedEncoder"]):

@@ -283,11 +283,7 @@ class SpladeHead(LossModule):
             self._await_scale()
 
     def _await_scale(self, *, fold: bool = False) -> None:
-        """Measure the scale on the next batch in training mode.
-
-        With ``fold`` it is then multiplied into the parameters of the last normalisation before the
-        projection and into the bias, if the head has such; else it stays a factor.
-        """
+        """Measure the scale on the next batch in training mode; ``fold`` it if the head can."""
         empty = torch.full((), torch.nan, dtype=torch.float32, device=self.weight.device)
         self.measured_scale, self.awaits_scale = empty, True
         self._folds_into = tuple(scaled_parameters(self)) if fold else ()

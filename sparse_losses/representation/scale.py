@@ -17,10 +17,7 @@ LARGEST = 14.0  # of the scale's logarithm
 
 @torch.no_grad()
 def measured_scale(weights_at: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-    """Return the scale at which vectors ``[B, V]`` have ``SELF_DOT``; 1 if none is active.
-
-    All ranks get that of the first one. Nothing waits for the device.
-    """
+    """Return the first rank's scale that gives vectors ``[B, V]`` ``SELF_DOT``; 1 if all are 0."""
     low, high = like.new_full((2,), -LARGEST).unbind()
     high = -high
     for _ in range(30):
@@ -34,10 +31,7 @@ def measured_scale(weights_at: Callable[[Tensor], Tensor], like: Tensor) -> Tens
 
 @torch.no_grad()
 def scaled_parameters(head: Any) -> list[Tensor]:
-    """Return the parameters whose multiples multiply the logits of a head; none if it has none.
-
-    They are those of the last normalisation before the projection, and the bias.
-    """
+    """Return the last normalisation's parameters and the bias, if they multiply a head's logits."""
     layers: Any = head.transform or nn.Identity()
     norms = [x for x in layers.modules() if getattr(getattr(x, "weight", None), "ndim", 0) == 1]
     scaled = [y for x in norms[-1:] for y in (x.weight, getattr(x, "bias", None)) if y is not None]

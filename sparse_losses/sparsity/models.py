@@ -32,10 +32,7 @@ class Adapter(NamedTuple):
 
 
 def adapter_of(model: Any, signed: bool, stack: contextlib.ExitStack) -> Adapter:
-    """Return what reads and changes a model, whose own pruning is off until the stack closes.
-
-    It reads activations, or if ``signed`` the outputs of the projection, which its bias is part of.
-    """
+    """Return what reads activations, or if ``signed`` the projection's outputs, unpruned."""
     if isinstance(model, SpladeHead):
         return _of_head(model, signed, stack)
     if hasattr(model, "budgets"):  # a SpladeEncoder, which itself imports this module
