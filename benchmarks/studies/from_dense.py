@@ -1,9 +1,9 @@
 """``MINILM=folder python -m benchmarks.studies.from_dense``: a dense encoder ranks untrained.
 
-``SpladeEncoder.from_dense`` and other ways to start, each at several numbers of dimensions of a
-document, on test collections in the format of BEIR. The documents, without queries and judgements,
-set the bias; a text has at most 64 tokens. The row ``dense`` is the encoder's own ranking, by the
-mean of its states.
+``SpladeEncoder.from_dense``, whose way is ``bias by token: its mean``, and other ways to start, at
+several numbers of dimensions of a document, on test collections in the format of BEIR. The
+documents, without queries and judgements, set the bias; a text has at most 64 tokens. The row
+``dense`` is the encoder's own ranking, by the mean of its states.
 """
 
 import argparse

@@ -457,9 +457,9 @@ class SpladeEncoder(nn.Module):
         """Make a SPLADE model of a dense encoder, such as a folder of sentence-transformers.
 
         The logits start as dot products of hidden states and word embeddings, to which the
-        projection is tied; the head before it starts as the identity. The bias is shifted so that a
-        text starts with ``start_active`` dimensions. Pooling of the folder is left out. Train the
-        model, and prune it by ``calibrate``.
+        projection is tied; the head before it starts as the identity. The bias takes off each
+        token's mean, and is shifted so that a text starts with ``start_active`` dimensions. Pooling
+        of the folder is left out. Train the model, and prune it by ``calibrate``.
 
         Args:
             name_or_path: A folder, or a name on the Hugging Face Hub.
@@ -481,6 +481,12 @@ class SpladeEncoder(nn.Module):
         model, tokenizer = folder.read_model(has_logits=True, **options)
         encoder = cls(model, tokenizer, **saved | own).eval()
         set_identity_head(model, **encoder.tokenize(texts[:64]))
+        total = torch.zeros_like(encoder.head.weight[:, 0], dtype=torch.float32)
+        with torch.no_grad():
+            for numbers in encoding.batches(texts, 32):
+                batch = encoder.tokenize([texts[i] for i in numbers], side="document")
+                total += encoder(**batch, return_logits=True)[1].sum(0)
+            cast(Tensor, encoder.head.bias).sub_(total / len(texts))
         encoder.calibrate(texts, start_active, method="shift", verbose=False)
         return encoder
 

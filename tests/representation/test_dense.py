@@ -54,9 +54,9 @@ def test_logits_are_products_with_word_embeddings_and_all_load_them(architecture
     with torch.no_grad():
         vectors, logits = encoder(**batch, return_logits=True)
         expected = products(folder, batch)
-        shift = (expected - logits).mean()
-        error = (expected - logits - shift).abs().max() / expected.abs().max()
-    assert error < 0.02, "the activation is nearly the identity"
+        shifts, size = expected - logits, expected.abs().max()
+    assert (shifts - shifts.mean(0)).abs().max() < 0.02 * size, "nearly the identity"
+    assert (shifts - expected.mean(0)).std() < 0.02 * size, "every token's mean is taken off"
     assert (vectors > 0).sum(1).double().mean() == pytest.approx(12, abs=0.3)
     assert not encoder.training
     words = encoder.model.get_input_embeddings().weight
@@ -95,7 +95,7 @@ def test_options_are_the_encoders_and_the_loaders(tmp_path):
         folder, LONG, start_active=9, dtype=torch.bfloat16, activation="log1p_relu"
     )
     assert (encoder.head.weight.dtype, encoder.activation) == (torch.bfloat16, "log1p_relu")
-    assert len(encoder.encode(LONG).values()) / len(LONG) == pytest.approx(9, rel=0.1)
+    assert len(encoder.encode(LONG).values()) / len(LONG) == pytest.approx(9, rel=0.2)
     with pytest.raises(ValueError, match=r"expected some `texts` .*, got none"):
         SpladeEncoder.from_dense(folder, [])
     for name in ("expansion", "logit_scale"):
