@@ -200,6 +200,19 @@ def language_models() -> str:
     return markdown(("", "classes", "which"), rows, words=3)
 
 
+def from_dense() -> str:
+    """nDCG@10 without training by collection, way to start, and dimensions at the start."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in read(RESULTS / "from_dense.csv"):
+        about = row["collection"].upper(), row["way"]
+        cells.setdefault(about, {})[row["start"]] = share(float(row["ndcg_10"]))
+    starts = [x for x in dict.fromkeys(x for own in cells.values() for x in own) if x]
+    rows = [
+        [*about, *(own.get(x, own.get("", "")) for x in starts)] for about, own in cells.items()
+    ]
+    return markdown(("collection", "start", *starts), rows, words=2)
+
+
 BOTH = {"eager": "plain formulas", "ours": "sparse-losses"}
 STEP = {"use_splade_head": "with `use_splade_head`", PEER: "without"}
 TABLES: dict[str, Callable[[], str]] = {
@@ -213,6 +226,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ranking": functools.partial(ranking, "128", "64", "32", "16"),
     "start": functools.partial(battery, STARTS),
     "battery": functools.partial(battery, ACTS),
+    "from dense": from_dense,
     "demo": functools.partial(demo, "rankings"),
     "demo vectors": functools.partial(demo, "vectors"),
 }

@@ -19,7 +19,7 @@ from sparse_losses._core.token_ids import (
 from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ranks
 from sparse_losses.objective.batch import Texts
 
-NUMBERS = 11  # that a batch adds beside those by token
+NUMBERS = 12  # that a batch adds beside those by token
 
 
 class Report(dict[str, float]):
@@ -45,9 +45,10 @@ class Diagnostics:
 
     The page Diagnostics has the formulas of all numbers that ``report`` returns; it leaves out
     those whose inputs are missing. ``special_share``, ``stopword_share`` and ``foreign_share`` are
-    of the active entries; foreign tokens are neither allowed nor special. ``training_mode`` is the
-    share of the texts that a model in training mode has encoded: dropout makes counts that are many
-    times those of evaluation mode, which an index has.
+    of the active entries; foreign tokens are neither allowed nor special. ``self_dot`` is the mean
+    dot product of a text with itself. ``training_mode`` is the share of the texts that a model in
+    training mode has encoded: dropout makes counts that are many times those of evaluation mode,
+    which an index has.
 
     Examples:
         >>> import torch
@@ -125,13 +126,14 @@ class Diagnostics:
         is_live, is_dead = is_on_top[:, 0], values[:, 0] <= 0
         count = is_active.sum(1) * is_live
         one, none = torch.ones_like(count), torch.zeros_like(count)
-        by_text = [one, is_live, count, is_dead, count > self.vocab_size / 4]
+        positive = x.relu()  # which keeps a NaN
+        self_dot = positive.square().sum(1, dtype=wide)
+        by_text = [one, is_live, count, is_dead, count > self.vocab_size / 4, self_dot]
         for ids, mask in (tokens, others):
             known = ids is not None and mask is not None
             by_text += self._recall(x, ids, mask) if known else (none, none)
         by_text += [one if training else none, none if training is None else one]
-        # `relu` keeps a NaN.
-        columns = x.relu().sum(0, dtype=wide), is_active.sum(0, dtype=wide), top
+        columns = positive.sum(0, dtype=wide), is_active.sum(0, dtype=wide), top
         sums = torch.cat([*columns, torch.stack(by_text).sum(1, dtype=wide)])
         # Out of place: the state may come from inference mode.
         self._sums = sums if self._sums is None else sums + self._sums
@@ -170,7 +172,7 @@ class Diagnostics:
 
     def _report(self, values: Tensor) -> Report:
         summed, texts, top = values[: 3 * self.vocab_size].view(3, -1)
-        rows, live, active, dead, dense, *pairs = values[3 * self.vocab_size :].tolist()
+        rows, live, active, dead, dense, self_dot, *pairs = values[3 * self.vocab_size :].tolist()
         if rows == 0:
             return Report()
         without = 0.0 if dead == rows else math.nan  # no live row: all are dead, or some have a NaN
@@ -178,6 +180,7 @@ class Diagnostics:
         report = Report(
             texts=rows,
             active_dimensions=active / live if live else without,
+            self_dot=self_dot / live if live else without,
             dead_rows=dead / rows,
             dense_rows=dense / rows,
             mean_activation=_ratio(summed.sum(), texts.sum()),

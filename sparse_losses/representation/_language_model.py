@@ -73,10 +73,9 @@ def head_of(model: Any) -> Projection:
     """Return the layers of a masked or causal language model after its hidden states.
 
     Architectures name these layers differently, and some apply an activation in code. So the model
-    reads eight tokens while hooks record the layers after its encoder. They are followed from the
-    input of the projection back to the hidden states, and compute again what the model computed.
-    Known numbers take the place of the projection's output: the logits show what follows it.
-    A ``TypeError`` names what is computed in another way.
+    reads eight tokens while hooks record the layers after its encoder, which are followed from the
+    input of the projection back to the hidden states. Known numbers take the place of the
+    projection's output: the logits show what follows it. A ``TypeError`` names anything else.
     """
     model = unwrapped(model)
     base = getattr(model, "base_model", None)
@@ -129,10 +128,7 @@ def head_of(model: Any) -> Projection:
 
 
 def _recorded(model: Any, weight: Tensor, probed: Any) -> tuple[Tensor, list[Any], Tensor]:
-    """Return hidden states, calls of layers (layer, input, output) in order, and logits.
-
-    In place of the output of ``probed`` the model gets ``PROBE``.
-    """
+    """Return hidden states, calls of layers (layer, input, output), and the logits of ``PROBE``."""
     base, calls = model.base_model, []
     probe = torch.tensor(PROBE, dtype=torch.float32, device=weight.device)[:, None]
     tokens = torch.arange(len(PROBE), device=weight.device)[None] % len(weight)
@@ -195,12 +191,6 @@ def _after_projection(logits: Tensor) -> tuple[float | None, float | None]:
     return float(f"{scale:.6g}"), softcap
 
 
-def adapted_weight(linear: Any) -> Tensor:
-    """Return the weight of a projection."""
-    weight: Tensor = linear.weight
-    return weight
-
-
 def _unknown(model: object, why: str, instead: str = "") -> TypeError:
     by_hand = "Pass the layers of such a model yourself: SpladeHead(weight, bias, transform=layers)"
     return TypeError(
@@ -210,10 +200,7 @@ def _unknown(model: object, why: str, instead: str = "") -> TypeError:
 
 
 def set_attention(model: Any, *, bidirectional: bool) -> None:
-    """Make a causal model attend both ways, or again one way; a masked one is left as it is.
-
-    A ``ValueError`` tells that a model stays causal.
-    """
+    """Make a causal model attend both ways, or again one way; a masked one is left as it is."""
     config = model.config.get_text_config()
     before = getattr(config, "is_causal", True)
     if not bidirectional:

@@ -19,13 +19,17 @@ from sparse_losses.representation._language_model import (
     unwrapped,
     without_cache,
 )
+from sparse_losses.representation.dense import set_identity_head
 from sparse_losses.representation.folder import Folder, named_damage, write_folder
 from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead
 from sparse_losses.representation.parts import SETTINGS, SIDES
+from sparse_losses.representation.scale import multiply, scaled_parameters
 
 if TYPE_CHECKING:
     from sparse_losses.sparsity.calibration import Calibration
+
+OPTIONS = (*SETTINGS, "importance", "max_length")  # of the constructor, which a folder keeps
 
 
 class SpladeEncoder(nn.Module):
@@ -36,14 +40,12 @@ class SpladeEncoder(nn.Module):
     $\ell_{sj}$ are the model's logits at the pooled positions $s$, $g$ is the gate and $u$ are the
     idf weights (1 without them). ``SpladeHead`` computes them without storing ``[B, S, V]``.
 
-    With ``expansion=False`` only the tokens of the text have weight, but for special tokens. A
-    small network on the hidden states gives one logit per position; a token gets the largest logit
-    of its positions.
+    With ``expansion=False`` only the tokens of the text have weight, but for special tokens: a
+    small network gives each position one logit, and a token gets the largest of its positions.
 
     Args:
         model: A masked or causal language model of ``transformers``, or a ``PeftModel`` around it.
-            With ``expansion=False`` only its encoder is kept. ``resize_token_embeddings``, which
-            replaces the matrix, comes before.
+            ``resize_token_embeddings``, which replaces the matrix, comes before.
         tokenizer: Its tokenizer. Without a padding token, it pads with its end-of-text token.
         expansion: Whether a text may have weight at tokens that are not in it.
         gate: A ``ContextGate``, or ``True`` for a new one.
@@ -53,25 +55,24 @@ class SpladeEncoder(nn.Module):
         importance: The network of ``expansion=False``: ``"mlp"``, two layers, or ``"linear"``, one
             as in BGE-M3.
         pool_special_tokens: Whether special tokens of the tokenizer give weights to other tokens.
-        activation: As in ``splade_head``; with ``expansion=False`` also ``"identity"``: the ReLU
-            alone, as in BGE-M3.
+        activation: As in ``splade_head``; with ``expansion=False`` also ``"identity"``, the ReLU.
         softcap: The soft cap of the logits. ``None``: that of the model.
-        logit_scale: A factor > 0 on the logits, such as $H^{-1/4}$ for decoders. ``None``: 1. Where
-            a normalisation comes before the projection, as in masked models, it is multiplied into
-            the model's weights, and the attribute is ``None``.
+        logit_scale: A factor > 0 on the logits, of models whose head has a large norm, such as
+            decoders and ModernBERT. ``"auto"`` measures it as in ``SpladeHead``. Where a
+            normalisation comes before the projection, as in masked models, it is multiplied into
+            the model's weights.
         bidirectional: Whether each position of a causal language model attends to later ones.
         prune_ratio: The default ``prune_ratio`` of ``encode``.
         max_active_dims: The default ``max_active_dims`` of ``encode``.
-        document_threshold: A dimension of a document is 0 unless its pooled logit is above it.
-            ``calibrate`` sets this and the next three.
+        document_threshold: A dimension of a document is 0 unless its pooled logit is above it, or
+            the document's largest. ``calibrate`` sets this and the next two.
         query_threshold: The same for queries.
-        keep_at_least: How many of its largest dimensions a text keeps whatever the threshold is.
         budgets: Pairs of both thresholds by the number of active dimensions that they give.
         prompts: What ``encode`` puts before texts: a dict with ``"document"`` and ``"query"``.
 
     Raises:
         TypeError: for another kind of model or gate.
-        ValueError: for a gate, idf weights, a maximum or a tokenizer that do not fit the model.
+        ValueError: for settings, a gate, idf weights or a tokenizer that do not fit the model.
 
     Examples:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -112,13 +113,12 @@ class SpladeEncoder(nn.Module):
         pool_special_tokens: bool = True,
         activation: Literal["relu", "log1p_relu", "identity"] = "relu",
         softcap: float | None = None,
-        logit_scale: float | None = None,
+        logit_scale: float | Literal["auto"] | None = None,
         bidirectional: bool = True,
         prune_ratio: float | None = None,
         max_active_dims: int | None = None,
         document_threshold: float | None = None,
         query_threshold: float | None = None,
-        keep_at_least: int = 1,
         budgets: dict[float, tuple[float | None, float | None]] | None = None,
         prompts: dict[str, str] | None = None,
     ) -> None:
@@ -130,7 +130,7 @@ class SpladeEncoder(nn.Module):
         self.document_threshold, self.query_threshold = document_threshold, query_threshold
         pairs = dict(budgets or {}).items()  # a list of pairs in JSON, which has no such keys
         self.budgets = {number: (pair[0], pair[1]) for number, pair in pairs}
-        self.keep_at_least, self.prompts = keep_at_least, prompts
+        self.prompts = prompts
         parts.check(self._settings() | {"importance": importance})
         inner, model = unwrapped(model), getattr(model, "_orig_mod", model)
         if expansion:
@@ -138,9 +138,13 @@ class SpladeEncoder(nn.Module):
             self.head.softcap = softcap or self.head.softcap
             # Adapters are saved without the model's weights.
             saves_weights = inner is model and not getattr(model, "_hf_peft_config_loaded", False)
-            if logit_scale and saves_weights and parts.fold_scale(self.head, logit_scale):
-                self.logit_scale = logit_scale = None
-            self.head.logit_scale *= logit_scale or 1.0
+            if logit_scale == "auto":
+                self.head._await_scale(fold=saves_weights)
+            elif logit_scale and saves_weights and (scaled := scaled_parameters(self.head)):
+                multiply(scaled, logit_scale)
+                self.logit_scale = None
+            else:
+                self.head.logit_scale *= logit_scale or 1.0
         elif not isinstance(getattr(inner, "base_model", None), nn.Module) or inner is not model:
             what = "expected `model` to be a model of transformers without adapters"
             kind = type(model).__name__
@@ -164,7 +168,11 @@ class SpladeEncoder(nn.Module):
         self.register_buffer("_special_ids", special, persistent=False)
 
     def _settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in SETTINGS}
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        if self.logit_scale == "auto" and hasattr(self, "head") and not self.head.awaits_scale:
+            factor = float(cast(Tensor, self.head.measured_scale))
+            settings["logit_scale"] = None if factor == 1.0 else factor  # it is in the weights
+        return settings
 
     @property
     def device(self) -> torch.device:
@@ -196,13 +204,8 @@ class SpladeEncoder(nn.Module):
             apply_idf: Whether to multiply with the idf weights; ``None``: if there are any.
             side: ``"document"`` or ``"query"``: prune by that side's threshold.
             active: One of the numbers in ``budgets``, whose threshold is used.
-            layout: ``torch.sparse_csr``, as in ``splade_head``: with expansion, without idf weights
-                and threshold.
+            layout: ``torch.sparse_csr``: with expansion, without idf weights and threshold.
             **inputs: Other inputs of the model, such as ``token_type_ids``.
-
-        Raises:
-            ValueError: for ids outside [0, V), and options that do not go together.
-            RuntimeError: if the model's output embeddings were replaced.
         """
         check_shapes(input_ids=(input_ids, "B S"))
         everywhere = torch.tensor(True, device=input_ids.device)
@@ -230,7 +233,7 @@ class SpladeEncoder(nn.Module):
             activations = weights_of(logits, self.activation)
         if threshold is not None:
             how: Any = {"activation": self.activation, "counted": None if idf is None else idf > 0}
-            activations = pruned_weights(activations, threshold, self.keep_at_least, **how)
+            activations = pruned_weights(activations, threshold, **how)
         if is_weighted:
             activations = activations * idf
         return (activations, logits) if return_logits else activations
@@ -317,10 +320,6 @@ class SpladeEncoder(nn.Module):
                 dropped. ``None``: the encoder's.
             max_active_dims: How many weights a text keeps at most. ``None``: the encoder's.
             show_progress: Whether to show a progress bar; ``None``: in a terminal.
-
-        Raises:
-            TypeError: for anything but a sequence of strings.
-            ValueError: if a text's activations are not finite.
         """
         check_choice("output", output, ("csr", "dense", "tokens"))
         encoding.check_pruning(prune_ratio, max_active_dims)
@@ -349,11 +348,7 @@ class SpladeEncoder(nn.Module):
     ) -> list[dict[str, float]]:
         """Return the ``k`` tokens of largest weight of each text or vector, the largest first.
 
-        Args:
-            texts_or_vectors: Strings; or finite floating vectors ``[N, V]``, dense or sparse, of
-                which positive entries count.
-            k: The number of tokens, at least 1.
-            **options: Options of ``encode``, for texts only.
+        Vectors are floating ``[N, V]``, dense or sparse; texts take the options of ``encode``.
         """
         check_integer("k", k, minimum=1)
         if not isinstance(vectors := texts_or_vectors, Tensor):
@@ -372,11 +367,8 @@ class SpladeEncoder(nn.Module):
 
         $$w_s = \max_j u_j \log\bigl(1 + \mathrm{ReLU}(g_j \, \ell_{sj})\bigr)$$
 
-        With ``expansion=False`` a position activates its own token only, and special tokens have a
-        weight of 0.
-
-        Returns:
-            For each text its tokens in order, with special tokens, each with its weight >= 0.
+        Each text has its tokens in order, with special tokens. With ``expansion=False`` a position
+        activates its own token only, and special tokens have a weight of 0.
         """
         encoding.check_texts(texts)
         with torch.no_grad(), evaluating(self):
@@ -426,18 +418,14 @@ class SpladeEncoder(nn.Module):
             **options: Other arguments of the class, left out: as saved; and options of the loaders
                 of ``transformers``, such as ``dtype`` and ``revision``.
 
-        Raises:
-            OSError: if there is no such folder, or it is incomplete or damaged.
-            ValueError: if sentence-transformers saved it with modules that compute something else.
-
-        Warns:
-            UserWarning: if the checkpoint lacks weights: they are random then.
+        An ``OSError`` tells that there is no such folder, or that it is incomplete or damaged, a
+        ``ValueError`` that sentence-transformers saved it with modules that compute something else,
+        a warning that the checkpoint lacks weights: they are random then.
         """
-        names = (*SETTINGS, "importance", "max_length")
-        own = {name: x for name in names if (x := options.pop(name, None)) is not None}
+        own = {name: x for name in OPTIONS if (x := options.pop(name, None)) is not None}
         folder = Folder(name_or_path, **options)
         saved, tensors = folder.read()
-        settings = {name: x for name in names if (x := saved.get(name)) is not None} | own
+        settings = {name: x for name in OPTIONS if (x := saved.get(name)) is not None} | own
         has_logits = bool(settings.get("expansion", True))
         model, tokenizer = folder.read_model(has_logits=has_logits, **options)
         with named_damage(folder.name), torch.device("cpu"):
@@ -457,17 +445,57 @@ class SpladeEncoder(nn.Module):
             encoder.load_state_dict(tensors, strict=False)
         return encoder.eval()
 
+    @classmethod
+    def from_dense(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        texts: Sequence[str],
+        *,
+        start_active: float = 256,
+        **options: Any,
+    ) -> "SpladeEncoder":
+        """Make a SPLADE model of a dense encoder, such as a folder of sentence-transformers.
+
+        The logits start as dot products of hidden states and word embeddings, to which the
+        projection is tied; the head before it starts as the identity. The bias takes off each
+        token's mean, and is shifted so that a text starts with ``start_active`` dimensions. Pooling
+        of the folder is left out. Train the model, and prune it by ``calibrate``.
+
+        Args:
+            name_or_path: A folder, or a name on the Hugging Face Hub.
+            texts: Some hundred texts like those to be encoded, on which the start is measured.
+            start_active: Active dimensions of a text at the start.
+            **options: As in ``from_pretrained``, without ``expansion`` and ``logit_scale``.
+
+        A checkpoint with a trained head, which ``from_pretrained`` loads, is refused, as are
+        architectures with another head, such as ALBERT's, whose word embeddings are narrower.
+        """
+        if given := ", ".join({"expansion", "importance", "logit_scale"} & options.keys()):
+            raise TypeError(f"expected no {given} for a dense encoder")
+        encoding.check_texts(texts)
+        if not texts:
+            raise ValueError("expected some `texts` to measure the start on, got none")
+        own = {name: options.pop(name) for name in OPTIONS if name in options}
+        folder = Folder(name_or_path, is_dense=True, **options)
+        saved, _ = folder.read()
+        model, tokenizer = folder.read_model(has_logits=True, **options)
+        encoder = cls(model, tokenizer, **saved | own).eval()
+        set_identity_head(model, **encoder.tokenize(texts[:64]))
+        total = torch.zeros_like(encoder.head.weight[:, 0], dtype=torch.float32)
+        with torch.no_grad():
+            for numbers in encoding.batches(texts, 32):
+                batch = encoder.tokenize([texts[i] for i in numbers], side="document")
+                total += encoder(**batch, return_logits=True)[1].sum(0)
+            cast(Tensor, encoder.head.bias).sub_(total / len(texts))
+        encoder.calibrate(texts, start_active, method="shift", verbose=False)
+        return encoder
+
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write everything ``from_pretrained`` reads, as safetensors and JSON.
 
         ``transformers`` and sentence-transformers load the folder, too; the latter prunes by
         ``max_active_dims`` alone. Of a ``PeftModel`` the adapters are saved, with the name of the
-        base model. Until the last file is written the folder does not load. Files of other names
-        stay.
-
-        Raises:
-            TypeError: for parameters that are sharded over ranks.
-            ValueError: for adapters of a base model without a path, or several of them.
+        base model. Until the last file is written the folder does not load. Other files stay.
         """
         if any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
             how = "save by torch.distributed.checkpoint, and load that in one process"

@@ -23,10 +23,7 @@ def token_ids(tokenizer: Any, texts: Sequence[str], device: Any, **options: Any)
 def batches(
     texts: Sequence[str], batch_size: int, show_progress: bool | None = False, **bar: Any
 ) -> Iterator[list[int]]:
-    """Yield the numbers of the texts of each batch; texts of similar length share a batch.
-
-    ``show_progress`` shows a progress bar of tqdm, ``None`` in a terminal; ``bar`` are its options.
-    """
+    """Yield the numbers of the texts of each batch; texts of similar length share a batch."""
     from tqdm.auto import tqdm
 
     check_texts(texts)
@@ -42,10 +39,7 @@ def batches(
 
 
 def entries_of(vectors: Tensor, numbers: Sequence[int] | None = None) -> list[Entries]:
-    """Return ids (ascending) and weights of each vector's positive entries, on the CPU.
-
-    An error about a vector that is not finite names its row, or its number among ``numbers``.
-    """
+    """Return ids (ascending) and weights of each vector's positive entries, on the CPU."""
     entries = vectors.to_sparse(layout=torch.sparse_coo).coalesce()
     (row, ids), weights = entries.indices(), entries.values()
     if not weights.isfinite().all():
@@ -61,10 +55,7 @@ def entries_of(vectors: Tensor, numbers: Sequence[int] | None = None) -> list[En
 def pruned(
     ids: Tensor, weights: Tensor, prune_ratio: float | None, max_active_dims: int | None
 ) -> Entries:
-    """Return the entries of at least ``prune_ratio`` times the largest weight, and the largest.
-
-    Of equal weights at the end of ``max_active_dims`` that of the smaller id is kept.
-    """
+    """Return the entries of at least ``prune_ratio`` times the largest weight, and the largest."""
     if prune_ratio is not None and len(ids):
         kept = weights >= prune_ratio * weights.max()
         ids, weights = ids[kept], weights[kept]

@@ -18,6 +18,7 @@ from torch import Tensor
 from sparse_losses._core.activation import Activation
 from sparse_losses._core.extras import from_extra
 from sparse_losses.representation._language_model import unwrapped
+from sparse_losses.representation.dense import check_untrained
 
 # Our files in the folder of the language model, and their version.
 SETTINGS, TENSORS, FORMAT = "sparse_losses.json", "sparse_losses.safetensors", 1
@@ -93,8 +94,10 @@ def named_damage(name: str, errors: tuple[type[Exception], ...] = (Exception,)) 
 class Folder:
     """A folder or a repository of the Hub. Errors about missing and damaged files name it."""
 
-    def __init__(self, name: str | os.PathLike[str], **options: Any) -> None:
-        self.name = os.fspath(name)
+    def __init__(
+        self, name: str | os.PathLike[str], *, is_dense: bool = False, **options: Any
+    ) -> None:
+        self.name, self.is_dense = os.fspath(name), is_dense
         self.hub = {key: value for key, value in options.items() if key in HUB}
 
     def find(self, file: str, *, required: bool = False) -> str | None:
@@ -146,29 +149,30 @@ class Folder:
             return {kind: self.inside(path) for kind, path in chain}
 
     def said(self) -> dict[str, Any]:
-        """Return what sentence-transformers' files tell its modules, and the model's place.
-
-        A ``ValueError`` names what a ``SpladeEncoder`` does not compute.
-        """
+        """Return what sentence-transformers' files tell its modules, and the model's place."""
         modules = self.modules("document")
         kinds, place = list(modules), next(iter(modules.values()), self)
         if kinds in ([], ["UnsupportedEncoder"]):
             return {"place": place}
-        if kinds[:1] not in (["MLMTransformer"], ["Transformer"]) or kinds[1:] != ["SpladePooling"]:
+        chains = [[kind, "SpladePooling"] for kind in ("MLMTransformer", "Transformer")]
+        if kinds[:1] != ["Transformer"] if self.is_dense else kinds not in chains:
             got = ", ".join(kinds)
             raise ValueError(f"expected {self.name} to have known modules only, got {got}")
         with named_damage(self.name):
             said: dict[str, Any] = {}
             if kinds[0] == "Transformer":
                 said["transformer_task"] = "feature-extraction"
-            said |= place.json(TRANSFORMER) | modules["SpladePooling"].json("config.json")
+            said |= place.json(TRANSFORMER)
+            if not self.is_dense:
+                said |= modules["SpladePooling"].json("config.json")
             for key in ("model", "config", "processor"):
                 old = f"{key}_args".replace("processor", "tokenizer")
                 given = said.get(old) or said.get(f"{key}_kwargs") or {}
                 # Whom to trust is the caller's to say, as there.
                 said[f"{key}_kwargs"] = {k: x for k, x in given.items() if k != "trust_remote_code"}
         for key, value in said.items():
-            if key not in FREE and value not in (allowed := KEYS.get(key, ())):
+            allowed = KEYS.get(key, ())
+            if not (self.is_dense or key in FREE or value in allowed):
                 known = " or ".join(map(repr, allowed)) or "no such key"
                 raise ValueError(f"expected {self.name} to have {key} = {known}, got {value!r}")
         sides = {said.get("query_length"), said.get("document_length")}
@@ -187,7 +191,8 @@ class Folder:
             settings = {"activation": said.get("activation_function", "relu")}
             settings["max_active_dims"] = theirs.get("max_active_dims")
             is_ours = "UnsupportedEncoder" in self.modules("document")
-            if is_ours or any(self.find(file) for file in (SETTINGS, TENSORS)):
+            has_own = not self.is_dense and any(self.find(file) for file in (SETTINGS, TENSORS))
+            if is_ours or has_own:
                 settings, tensors = self.json(SETTINGS, required=True), self.tensors(TENSORS)
                 if settings.pop("format") != FORMAT:
                     raise ValueError(f"expected format {FORMAT}")
@@ -214,6 +219,7 @@ class Folder:
         """Return the language model, with adapters as a ``PeftModel``, and its tokenizer."""
         from safetensors import SafetensorError
         from transformers import AutoConfig, AutoTokenizer
+        from transformers.utils import logging
 
         said = self.said()
         place, remote = said["place"], {"trust_remote_code": options.get("trust_remote_code")}
@@ -229,9 +235,16 @@ class Folder:
         with named_damage(self.name, (SafetensorError, json.JSONDecodeError)):
             configured = {**said.get("config_kwargs", {}), **where, **remote}
             config = AutoConfig.from_pretrained(name, **configured)
+            if self.is_dense and hasattr(config, "classifier_bias"):  # ModernBERT's head
+                config.classifier_bias = config.decoder_bias = True
             options = {**said.get("model_kwargs", {}), **options, **where, "config": config}
             load = _auto_class(config).from_pretrained
-            model, report = load(name, output_loading_info=True, **options)
+            level = logging.get_verbosity()
+            logging.set_verbosity(logging.ERROR if self.is_dense else level)  # no head is expected
+            try:
+                model, report = load(name, output_loading_info=True, **options)
+            finally:
+                logging.set_verbosity(level)
             if place.find("tokenizer_config.json") is not None:  # or it is the base model's
                 name, where = self.name, place.hub
             options = {**said.get("processor_kwargs", {}), **where, **remote}
@@ -246,7 +259,9 @@ class Folder:
             backend = tokenizer.backend_tokenizer
             steps = [normalizers.Lowercase(), *filter(None, [backend.normalizer])]
             backend.normalizer = normalizers.Sequence(steps)
-        needed = "" if has_logits else f"{model.base_model_prefix}."
+        if self.is_dense:
+            check_untrained(self.name, model, report["missing_keys"])
+        needed = f"{model.base_model_prefix}." if self.is_dense or not has_logits else ""
         if new := ", ".join(sorted(x for x in report["missing_keys"] if x.startswith(needed))):
             text = "they are random. Load a masked or causal language model, or train them."
             warnings.warn(f"{self.name} has no weights for {new}: {text}", stacklevel=3)

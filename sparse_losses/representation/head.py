@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from sparse_losses._core.activation import (
     Activation,
     check_threshold,
-    pruned_weights,
     splade_activation,
 )
 from sparse_losses._core.checks import (
@@ -17,7 +16,7 @@ from sparse_losses._core.checks import (
     check_shapes,
     values_can_be_checked,
 )
-from sparse_losses._core.implementations import Arguments, Implementation, choose
+from sparse_losses._core.implementations import Arguments, Implementation, choose, is_exported
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import compute_dtype
@@ -25,12 +24,14 @@ from sparse_losses.fast.head import largest_logits
 from sparse_losses.fast.head_entries import Inputs, csr_head, operand_type
 from sparse_losses.fast.head_packed import packed_entries
 from sparse_losses.fast.head_tiles import tiled_entries
-from sparse_losses.representation._language_model import adapted_weight, head_of
+from sparse_losses.representation._language_model import head_of
+from sparse_losses.representation.scale import measured_scale, multiply, scaled_parameters
 
 Impl = Literal["auto", "definition", "packed", "tiles"]
 
 # Logits of all positions up to which the definition is the fastest, on a CPU.
 SMALL = 1 << 16
+EXPORTED = 1 << 13  # tokens of the vocabulary whose logits an exported head holds at once
 
 
 @loss(
@@ -145,17 +146,20 @@ def splade_head(
 
 
 def _definition(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Compute all logits at once, by differentiable operations."""
+    """Compute all logits at once, by differentiable operations; exported, tile by tile."""
     hidden, weight, bias, attended, _, dtype = inputs
     if attended is None:
         attended = hidden.new_ones(hidden.shape[:2], dtype=torch.bool)
     # A NaN at a masked position would reach the gradient, because 0 * NaN is NaN.
     hidden = torch.where(attended[..., None], hidden, 0.0)
     operands = operand_type(hidden, weight, dtype)
-    scores = hidden.to(operands) @ weight.to(operands).mT
-    if hidden.shape[1] > 0:
-        scores = torch.where(attended[..., None], scores, -torch.inf)
-    highest = (scores.max(1).values if hidden.shape[1] else scores.sum(1)).to(dtype)
+    hidden, found = hidden.to(operands), []
+    for tile in torch.split(weight, EXPORTED if is_exported() else len(weight)):
+        scores = hidden @ tile.to(operands).mT
+        if hidden.shape[1] > 0:
+            scores = torch.where(attended[..., None], scores, -torch.inf)
+        found.append(scores.max(1).values if hidden.shape[1] else scores.sum(1))
+    highest = (found[0] if len(found) == 1 else torch.cat(found, 1)).to(dtype)
     absent = attended.logical_not().all(1, keepdim=True)
     return highest if bias is None else highest + bias, absent
 
@@ -211,7 +215,9 @@ class SpladeHead(LossModule):
             has before its vocabulary projection.
         activation: as in the function, like ``softcap``, ``threshold``, ``layout``,
             ``sparse_grad`` and ``impl``.
-        logit_scale: a constant factor > 0 on the logits, before the soft cap.
+        logit_scale: a constant factor > 0 on the logits, before the soft cap. ``"auto"`` measures
+            it on the first batch in training mode: texts then have a dot product of 64 with
+            themselves, on average. Before, it is 1.
 
     Examples:
         >>> import torch
@@ -226,7 +232,7 @@ class SpladeHead(LossModule):
     bias: Tensor | None
     softcap: float | None
     threshold: float | Tensor | None
-    keep_at_least: int = 0  # largest entries that `threshold` leaves in every row; of `calibrate`
+    measured_scale: Tensor | None
 
     def __init__(
         self,
@@ -237,7 +243,7 @@ class SpladeHead(LossModule):
         activation: Activation = "relu",
         softcap: float | None = None,
         threshold: float | Tensor | None = None,
-        logit_scale: float = 1.0,
+        logit_scale: float | Literal["auto"] = 1.0,
         layout: torch.layout = torch.strided,
         sparse_grad: bool = False,
         impl: Impl = "auto",
@@ -245,8 +251,9 @@ class SpladeHead(LossModule):
         super().__init__(splade_head, locals())
         check_shapes(weight=(weight, "V H"), bias=(bias, "V, optional"))
         check_threshold(threshold, len(weight))
-        check_number("logit_scale", logit_scale, minimum=0.0, exclusive=True)
-        self.transform, self.logit_scale = transform, logit_scale
+        is_auto = logit_scale == "auto"
+        self.transform, self.logit_scale = transform, 1.0 if is_auto else float(logit_scale)
+        check_number("logit_scale", self.logit_scale, minimum=0.0, exclusive=True)
         for name, tensor in (("weight", weight), ("bias", bias)):
             if isinstance(tensor, nn.Parameter):
                 self.register_parameter(name, tensor)
@@ -256,7 +263,57 @@ class SpladeHead(LossModule):
             del self.threshold
             self.register_constant("threshold", threshold)
         # The projection of a model, which may have adapters. It is the model's: hence no submodule.
-        self._linear: tuple[nn.Module, ...] = ()
+        self._linear: tuple[Any, ...] = ()
+        self._folds_into: tuple[Tensor, ...] = ()
+        self.awaits_scale = False
+        self.register_buffer("measured_scale", None)
+        if is_auto:
+            self._await_scale()
+
+    def _await_scale(self, *, fold: bool = False) -> None:
+        """Measure the scale on the next batch in training mode; ``fold`` it if the head can."""
+        empty = torch.full((), torch.nan, dtype=torch.float32, device=self.weight.device)
+        self.measured_scale, self.awaits_scale = empty, True
+        self._folds_into = tuple(scaled_parameters(self)) if fold else ()
+
+    def _can_fold(self) -> bool:
+        """Return whether the parameters that the scale goes to are in use; FSDP2 has others."""
+        present = {id(parameter) for parameter in self.parameters()}
+        return bool(self._folds_into) and all(id(x) in present for x in self._folds_into)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        if self.measured_scale is not None:
+            self.awaits_scale = bool(self.measured_scale.isnan())
+
+    @torch.no_grad()
+    def _measure(self, hidden: Tensor, attention_mask: Tensor | None, gate: Tensor | None) -> None:
+        self.awaits_scale = False
+        assert self.measured_scale is not None
+        self.measured_scale.fill_(1.0)
+        plain: Any = {"return_logits": True}
+        _, logits = splade_head(*self._operands(hidden), attention_mask, **plain)
+        own = self.hyperparameters()
+        how: Any = {"activation": own["activation"], "softcap": self.softcap, "threshold": None}
+
+        def weights_at(scale: Tensor) -> Any:
+            return splade_activation(scale * logits, None, gate, return_logits=False, **how)
+
+        scale = measured_scale(weights_at, logits)
+        if self._can_fold():
+            multiply(self._folds_into, scale)
+        else:
+            self.measured_scale.copy_(scale)
+
+    def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return states, weight and bias, whose product are the logits."""
+        hidden, bias = hidden if self.transform is None else self.transform(hidden), self.bias
+        scales: list[Any] = [self.logit_scale] if self.logit_scale != 1.0 else []
+        if self.measured_scale is not None and not self.awaits_scale:
+            scales.append(self.measured_scale)
+        for scale in scales:
+            hidden, bias = hidden * scale, None if bias is None else bias * scale
+        return hidden, self._linear[0].weight if self._linear else self.weight, bias
 
     @classmethod
     def from_masked_lm(cls, model: nn.Module, **options: Any) -> "SpladeHead":
@@ -292,24 +349,12 @@ class SpladeHead(LossModule):
         layout: torch.layout | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the activations; tensors and ``layout`` are those of the function."""
-        hidden, bias = hidden if self.transform is None else self.transform(hidden), self.bias
-        if self.logit_scale != 1.0:
-            hidden = hidden * self.logit_scale
-            bias = None if bias is None else bias * self.logit_scale
-        weight = adapted_weight(*self._linear) if self._linear else self.weight
-        inputs, threshold = (hidden, weight, bias, attention_mask), self.threshold
+        if self.awaits_scale and self.training and not is_exported():
+            self._measure(hidden, attention_mask, gate)
+        hidden, weight, bias = self._operands(hidden)
         options = self.hyperparameters(layout=layout)
         options |= {"gate": gate, "return_logits": return_logits}
-        if not self.keep_at_least or not isinstance(threshold, float):
-            return splade_head(*inputs, **options)
-        if options["layout"] != torch.strided:
-            raise ValueError(f"expected dense vectors to prune, got layout={options['layout']}")
-        output = splade_head(*inputs, **options | {"threshold": None})
-        whole, *logits = output if isinstance(output, tuple) else (output,)
-        kept = pruned_weights(
-            whole, threshold, self.keep_at_least, activation=options["activation"]
-        )
-        return (kept, logits[0]) if logits else kept
+        return splade_head(hidden, weight, bias, attention_mask, **options)
 
     def extra_repr(self) -> str:
         """Return the sizes and the hyperparameters."""

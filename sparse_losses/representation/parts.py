@@ -13,7 +13,7 @@ from sparse_losses._core.checks import (
     check_shapes,
 )
 from sparse_losses._core.precision import compute_dtype
-from sparse_losses.representation._language_model import evaluating, position_limits
+from sparse_losses.representation._language_model import position_limits
 from sparse_losses.representation.encoding import check_pruning
 from sparse_losses.representation.gate import ContextGate
 
@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {
     **{"expansion": True, "pool_special_tokens": True, "activation": "relu"},
     **{"softcap": None, "logit_scale": None, "bidirectional": True},
     **{"prune_ratio": None, "max_active_dims": None},
-    **{"document_threshold": None, "query_threshold": None, "keep_at_least": 1, "budgets": {}},
+    **{"document_threshold": None, "query_threshold": None, "budgets": {}},
     "prompts": None,
 }
 
@@ -42,9 +42,8 @@ def check(settings: dict[str, Any]) -> None:
     for number, pair in dict(settings["budgets"]).items():
         thresholds |= {f"budgets[{number}][{i}]": x for i, x in enumerate(pair)}
     for name, x in {**numbers, **thresholds}.items():
-        if x is not None:
+        if x is not None and (name, x) != ("logit_scale", "auto"):
             check_number(name, x, minimum=0.0, exclusive=name in numbers)
-    check_integer("keep_at_least", settings["keep_at_least"], minimum=0)
     check_pruning(settings["prune_ratio"], settings["max_active_dims"])
 
 
@@ -116,25 +115,3 @@ def max_length(given: int | None, model: Any, tokenizer: Any) -> int | None:
     if limits and given > (most := min(limits)):
         raise ValueError(f"expected `max_length` <= {most}, the model's positions, got {given}")
     return int(given)
-
-
-@torch.no_grad()
-def fold_scale(head: Any, factor: float) -> bool:
-    """Multiply the logits of a head by a factor, in its last normalisation and bias, if it can."""
-    layers: Any = head.transform or nn.Identity()
-    norms = [x for x in layers.modules() if getattr(getattr(x, "weight", None), "ndim", 0) == 1]
-    scaled = [y for x in norms[-1:] for y in (x.weight, getattr(x, "bias", None)) if y is not None]
-    originals, weight = [x.clone() for x in scaled], head.weight
-    hidden = torch.linspace(-1, 1, 2 * weight.shape[1]).to(weight).reshape(2, 1, -1)
-    with evaluating(layers):
-        expected = factor * layers(hidden)
-        for x in scaled:
-            x.mul_(factor)
-        error = (layers(hidden) - expected).abs().max() / expected.abs().max()
-    if not scaled or error > 2 * torch.finfo(weight.dtype).eps ** 0.5:
-        for x, original in zip(scaled, originals, strict=True):
-            x.copy_(original)
-        return False
-    if head.bias is not None:
-        head.bias.mul_(factor)
-    return True

@@ -109,8 +109,7 @@ class StaticQueryEncoder(nn.Module):
     ) -> "StaticQueryEncoder":
         """Load the query side of a folder that ``save_pretrained`` or sentence-transformers wrote.
 
-        Arguments are those of ``SpladeEncoder.from_pretrained``. A ``ValueError`` tells that
-        queries are not encoded by a ``SparseStaticEmbedding`` alone.
+        Options are those of the loaders of ``transformers``.
         """
         with from_extra("transformers"):
             from transformers import AutoTokenizer
@@ -133,8 +132,7 @@ class StaticQueryEncoder(nn.Module):
         """Write a folder of sentence-transformers with both sides, a ``Router``.
 
         ``from_pretrained`` reads the queries' side, ``SpladeEncoder.from_pretrained`` that of
-        ``document``, an encoder of the same tokens, whose prompts are saved for both. Files of
-        other names stay. A ``ValueError`` names tokens or sizes that differ.
+        ``document``, an encoder of the same tokens, whose prompts are saved for both.
         """
         from safetensors.torch import save_file
 

@@ -27,15 +27,12 @@ class Adapter(NamedTuple):
     vocab_size: int
     thresholds: Limits
     read: Callable[[Any, str], Tensor]  # a batch and its side to what is counted, [B, V]
-    prune: Callable[[Limits, int, Budgets], None]
+    prune: Callable[[Limits, Budgets], None]
     bias: Callable[[], Tensor]
 
 
 def adapter_of(model: Any, signed: bool, stack: contextlib.ExitStack) -> Adapter:
-    """Return what reads and changes a model, whose own pruning is off until the stack closes.
-
-    It reads activations, or if ``signed`` the outputs of the projection, which its bias is part of.
-    """
+    """Return what reads activations, or if ``signed`` the projection's outputs, unpruned."""
     if isinstance(model, SpladeHead):
         return _of_head(model, signed, stack)
     if hasattr(model, "budgets"):  # a SpladeEncoder, which itself imports this module
@@ -61,7 +58,7 @@ def _of_encoder(encoder: Any, signed: bool, stack: contextlib.ExitStack) -> Adap
     if signed:  # the bias is added before all of these
         _hold(stack, encoder, gate=None)
         if encoder.expansion:
-            _hold(stack, encoder.head, softcap=None, logit_scale=1.0)
+            _hold(stack, encoder.head, softcap=None, logit_scale=1.0, awaits_scale=True)
 
     def read(texts: Any, side: Any) -> Tensor:
         batch = encoder.tokenize(texts, side=side)
@@ -69,9 +66,9 @@ def _of_encoder(encoder: Any, signed: bool, stack: contextlib.ExitStack) -> Adap
         x = _present(x[1]) if signed else x
         return x if idf is None else torch.where(idf > 0, x, absent)
 
-    def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
+    def prune(pair: Limits, budgets: Budgets) -> None:
         encoder.document_threshold, encoder.query_threshold = pair
-        encoder.keep_at_least, encoder.budgets = keep_at_least, budgets
+        encoder.budgets = budgets
         if pair != (None, None):
             encoder.max_active_dims = None
 
@@ -89,17 +86,20 @@ def _of_head(head: SpladeHead, signed: bool, stack: contextlib.ExitStack) -> Ada
     held = head.threshold if isinstance(head.threshold, float) else None
     _hold(stack, head, threshold=None)
     if signed:
-        _hold(stack, head, softcap=None, logit_scale=1.0)
+        _hold(stack, head, softcap=None, logit_scale=1.0, awaits_scale=True)
 
     def read(batch: Any, side: str) -> Tensor:
+        if not isinstance(batch, (tuple, list)):
+            got = type(batch).__name__
+            raise TypeError(f"expected a list of pairs (hidden, attention_mask), got one {got}")
         hidden, attention_mask = batch
         x: Any = head(hidden, attention_mask, return_logits=signed, layout=torch.strided)
         return _present(x[1]) if signed else x
 
-    def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
+    def prune(pair: Limits, budgets: Budgets) -> None:
         if isinstance(head.threshold, Tensor):  # a buffer, which cannot become a number
             del head.threshold
-        head.threshold, head.keep_at_least = pair[0], keep_at_least
+        head.threshold = pair[0]
 
     def bias() -> Tensor:
         if head.bias is None:
@@ -114,7 +114,6 @@ class _Pruning:
     """The hook that prunes what a ``SparseEncoder`` gives in evaluation mode."""
 
     thresholds: Limits = (None, None)
-    keep_at_least = 1
 
     def __init__(self, activation: str) -> None:
         self.activation = activation
@@ -122,12 +121,9 @@ class _Pruning:
     def __call__(self, model: Any, args: Any, options: Any, output: Any) -> None:
         threshold = self.thresholds[options.get("task") == "query"]
         if threshold is not None and not model.training:
-            output["sentence_embedding"] = pruned_weights(
-                output["sentence_embedding"],
-                threshold,
-                self.keep_at_least,
-                activation=self.activation,
-            )
+            whole = output["sentence_embedding"]
+            kept = pruned_weights(whole, threshold, activation=self.activation)
+            output["sentence_embedding"] = kept
 
 
 def _of_sparse_encoder(model: Any, signed: bool, stack: contextlib.ExitStack) -> Adapter:
@@ -167,8 +163,8 @@ def _of_sparse_encoder(model: Any, signed: bool, stack: contextlib.ExitStack) ->
             return x.relu()  # static queries may have negative weights, which pruning takes
         return _present(seen.pop()) if seen else torch.where(x > 0, torch.inf, -torch.inf)
 
-    def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
-        pruning.thresholds, pruning.keep_at_least = pair, keep_at_least
+    def prune(pair: Limits, budgets: Budgets) -> None:
+        pruning.thresholds = pair
         if pair != (None, None):
             model.max_active_dims = None
 

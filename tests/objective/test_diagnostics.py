@@ -48,6 +48,7 @@ def _oracle(x, ids, mask, positive_ids, positive_mask, top_k=3):
     report = {
         "texts": rows,
         "active_dimensions": sum(map(len, live)) / len(live),
+        "self_dot": sum((row[row > 0] ** 2).sum() for row in x) / len(live),
         "dead_rows": (rows - len(live)) / rows,
         "dense_rows": sum(len(a) > V / 4 for a in active) / rows,
         "mean_activation": column.sum() / len(entries),

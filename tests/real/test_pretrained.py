@@ -1,13 +1,16 @@
 """Pretrained weights, where ``SPLADE_TINY`` (a SPLADE of BERT) and ``MINILM`` name folders."""
 
+import functools
 import os
+import time
 
 import pytest
 import torch
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from sparse_losses import SpladeEncoder
-from sparse_losses.functional import splade_pool
+from sparse_losses.functional import info_nce_loss, splade_pool
+from tests.representation.tiny_models import with_lora
 
 
 def folder(variable):
@@ -17,20 +20,14 @@ def folder(variable):
 
 
 LATIN = ("", " ", "\n\t", "the", "The quick brown fox", "?!...,;:", "----", "[MASK] [SEP]")
-CODE = (
-    "<s>html</s>",
-    "e = mc²",
-    "def f(x): return x | y",
-    "SELECT * FROM t WHERE a=1;",
-    "\x00\x07",
-)
+CODE = ("<s>html</s>", "e = mc²", "def f(x): return x | y", "SELECT * FROM t;", "\x00\x07")
 MARKS = ("ﬁnance", "naïve café", "Ünïcödé", "a\u0301", "\u200b", "0.1 + 0.2 = 0.30000000000000004")
 SCRIPTS = (
     "서울에서 점심 메뉴 추천해 주세요",
     "日本語の文",
     "مرحبا بالعالم",
     "שלום",
-    "👩‍👩‍👧 family 🎉🎉",
+    "👩‍👩‍👧 🎉🎉",
     "🙂",
 )
 LONG = ("x" * 300, "rain in spain " * 40, "토큰 " * 300, "word " * 600, "http://a.b/c?d=e#f")
@@ -119,3 +116,98 @@ def test_dense_model_is_refused_and_encodes_without_expansion():
     for row, text in zip(vectors, TEXTS, strict=True):
         ids = words(text, truncation=True, max_length=encoder.max_length)["input_ids"]
         assert set(row.nonzero()[:, 0].tolist()) <= set(ids) - set(words.all_special_ids)
+
+
+def test_dense_model_becomes_a_sparse_one(tmp_path):
+    encoder = SpladeEncoder.from_dense(folder("MINILM"), TEXTS[:100], start_active=128)
+    assert len(encoder.encode(TEXTS[:100]).values()) / 100 == pytest.approx(128, rel=0.02)
+    pairs = ("a doctor treats patients", "physicians in hospitals"), ("bake bread", "an oven")
+    x, y = (encoder.encode(side, output="dense") for side in zip(*pairs, strict=True))
+    assert ((x @ y.T).argmax(1) == torch.arange(2)).all(), "it ranks without training"
+    encoder.save_pretrained(tmp_path)
+    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
+    theirs = SparseEncoder(str(tmp_path), device="cpu")
+    found = theirs.encode(TEXTS[:50], convert_to_sparse_tensor=False)
+    expected = encoder.encode(TEXTS[:50], output="dense")
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+def calm(**options):
+    """Without dropout, also after saving and loading."""
+    encoder = SpladeEncoder.from_pretrained(folder("SPLADE_TINY"), **options)
+    for module in encoder.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    config = encoder.model.config
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    return encoder
+
+
+@pytest.mark.parametrize(
+    "trainer", ["accelerate", "lightning", "hugging_face", "sentence_transformers"]
+)
+@pytest.mark.filterwarnings("ignore")  # of the trainers
+def test_trainers_take_the_steps_of_a_bare_loop(trainer, tmp_path, monkeypatch):
+    trainers = pytest.importorskip("tests.integrations.trainers")
+    setting, size = trainers.setting, calm().vocab_size
+    setting.forget_accelerator()
+    words = functools.partial(AutoTokenizer.from_pretrained, folder("SPLADE_TINY"))
+    for name, value in (("encoder", calm), ("tokenizer", words), ("VOCAB_SIZE", size)):
+        monkeypatch.setattr(setting, name, value)
+    run = getattr(trainers, f"by_{trainer}")(tmp_path, setting.objective(), epochs=1)
+    trainers.compare(run, setting.objective(), epochs=1)
+
+
+def test_adapters_learn_and_load_and_merge(tmp_path):
+    plain = calm()
+    encoder = SpladeEncoder(with_lora(plain.model, ["query", "value"]), plain.tokenizer)
+    learned = [p for p in encoder.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.AdamW(learned, lr=1e-2), []
+    for _ in range(10):
+        x, y = (encoder(**encoder.tokenize(texts)) for texts in (TEXTS[3:11], TEXTS[33:41]))
+        losses.append(info_nce_loss(x, y))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    encoder.eval().save_pretrained(tmp_path)
+    expected = encoder.encode(TEXTS, output="dense")
+    again = SpladeEncoder.from_pretrained(tmp_path)
+    torch.testing.assert_close(again.encode(TEXTS, output="dense"), expected)
+    merged = SpladeEncoder(again.model.merge_and_unload(), plain.tokenizer).eval()
+    found = merged.encode(TEXTS, output="dense")
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_pruned_and_exported_it_keeps_what_was_asked_for():
+    encoder = calm(max_length=60)
+    texts, queries = TEXTS[10:], TEXTS[:40]
+    options = {"queries": queries, "query_target": 8, "verbose": False}
+    encoder.calibrate(texts, 16, **options)
+    for side, own, number in (("document", texts, 16), ("query", queries, 8)):
+        count = len(encoder.encode(own, side=side).values()) / len(own)
+        assert count == pytest.approx(number, rel=0.02)
+    batch = {name: x[:4, :20].contiguous() for name, x in encoder.tokenize(TEXTS).items()}
+    length = torch.export.Dim("length", min=2, max=60)
+    sizes = {0: torch.export.Dim("batch", min=1, max=512), 1: length}
+    shapes = dict.fromkeys(batch, sizes) | {"side": None}
+    program = torch.export.export(
+        encoder, tuple(batch.values()), {"side": "document"}, dynamic_shapes=shapes, strict=False
+    )
+    batch = encoder.tokenize(texts)
+    found = program.module()(*batch.values(), side="document")
+    torch.testing.assert_close(found, encoder.encode(texts, output="dense"), atol=1e-4, rtol=1e-3)
+
+
+def test_encoding_is_not_slower_than_sentence_transformers(encoder):
+    package = pytest.importorskip("sentence_transformers")
+    theirs = package.SparseEncoder(folder("SPLADE_TINY"), device="cpu")
+
+    def seconds(encode):
+        before = time.process_time()
+        encode(TEXTS, batch_size=32)
+        return time.process_time() - before
+
+    rounds = [(seconds(encoder.encode), seconds(theirs.encode)) for _ in range(3)]
+    ours, others = (min(times) for times in zip(*rounds, strict=True))
+    assert ours < 1.1 * others

@@ -115,19 +115,6 @@ def test_settings_of_the_logits_are_applied_and_saved(options, tmp_path):
 # Decoder models
 
 
-@pytest.mark.parametrize("kind", CAUSAL)
-def test_decoder_equals_pooling_of_its_logits_and_reloads(kind, tmp_path):
-    encoder = decoder(kind)
-    batch = encoder.tokenize(TEXTS)
-    with torch.no_grad():
-        expected = splade_pool(encoder.model(**batch).logits, batch["attention_mask"])
-        torch.testing.assert_close(encoder(**batch), expected)
-    assert 0.05 < (expected > 0).double().mean() < 0.99
-    again = reloaded(encoder, tmp_path)
-    assert type(again.model) is type(encoder.model)
-    torch.testing.assert_close(dense(again), dense(encoder))
-
-
 @both_ways
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_attention_goes_both_ways_unless_told_otherwise(kind, tmp_path):
@@ -140,6 +127,8 @@ def test_attention_goes_both_ways_unless_told_otherwise(kind, tmp_path):
             with torch.no_grad():
                 states = each._hidden(ids, torch.ones_like(ids))
             assert torch.allclose(states[0, 0], states[1, 0], atol=1e-5) is not bidirectional
+            assert type(each.model) is type(model)
+            torch.testing.assert_close(dense(each), dense(encoder))
 
 
 def test_model_that_stays_causal_is_refused():

@@ -10,6 +10,7 @@ from torch import nn
 
 from sparse_losses import SpladeEncoder, SpladeHead
 from sparse_losses.functional import splade_pool
+from sparse_losses.representation import head
 from tests.representation.tiny_models import causal_lm, make, tokenizer
 
 pytestmark = pytest.mark.skipif(
@@ -77,8 +78,9 @@ class Pool(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["auto", "tiles", "pool"])
-def test_head_and_pooling_export_to_plain_operations(kind):
+def test_head_and_pooling_export_to_plain_operations(kind, monkeypatch):
     torch.manual_seed(0)
+    monkeypatch.setattr(head, "EXPORTED", 7)  # columns of a tile, of 50
     weights = nn.Parameter(torch.randn(50, 8)), nn.Parameter(torch.randn(50))
     module = Pool() if kind == "pool" else SpladeHead(*weights, impl=kind)
     first = "logits" if kind == "pool" else "hidden"
@@ -86,6 +88,9 @@ def test_head_and_pooling_export_to_plain_operations(kind):
     program = exported(module, data[1], (first, "attention_mask"))
     for inputs in data:
         torch.testing.assert_close(program.module()(*inputs), module(*inputs))
+    shapes = [getattr(x.meta.get("val"), "shape", ()) for x in program.graph.nodes]
+    whole = [shape for shape in shapes if len(shape) == 3 and shape[2] == 50]
+    assert not whole, "a head never holds [B, S, V]"
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     others = {target for target in targets if not target.startswith("aten.")}
     assert len(targets) > len(others) == len([x for x in others if "sym" in x or "built-in" in x])

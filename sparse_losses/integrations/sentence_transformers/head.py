@@ -2,7 +2,7 @@
 
 import itertools
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -11,14 +11,14 @@ from sparse_losses._core.checks import check_number
 from sparse_losses._core.extras import from_extra
 from sparse_losses.representation._language_model import projection_of, unwrapped
 from sparse_losses.representation.head import SpladeHead
-from sparse_losses.representation.parts import fold_scale
+from sparse_losses.representation.scale import multiply, scaled_parameters
 
 with from_extra("sentence-transformers"):
     from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
     from transformers.modeling_outputs import MaskedLMOutput
 
 
-def use_splade_head(sparse_encoder: Any, *, logit_scale: float = 1.0) -> Any:
+def use_splade_head(sparse_encoder: Any, *, logit_scale: float | Literal["auto"] = 1.0) -> Any:
     """Compute the vectors of a ``SparseEncoder`` by ``splade_head``; return the encoder.
 
     ``[B, S, V]`` is then never stored; vectors, which are fp32, gradients and the saved folder are
@@ -29,21 +29,29 @@ def use_splade_head(sparse_encoder: Any, *, logit_scale: float = 1.0) -> Any:
         sparse_encoder: a ``SparseEncoder`` of a fill-mask ``Transformer`` and
             ``SpladePooling("max")``, or of a ``Router`` with such sides. It is changed in place.
         logit_scale: a factor > 0 on the logits, of models whose head has a large norm. It is
-            multiplied into the model's weights, which a folder saves: pass it once. The model needs
+            multiplied into the model's weights, which a folder saves: pass it once. ``"auto"``
+            measures it on the first batch in training mode, as ``SpladeHead`` does. The model needs
             a normalisation before its projection.
 
     Examples:
         ``model = use_splade_head(SparseEncoder("naver/splade-v3"))``
     """
-    check_number("logit_scale", logit_scale, minimum=0.0, exclusive=True)
-    replaced = []
+    replaced, scaled = [], set()
+    if logit_scale != "auto":
+        check_number("logit_scale", logit_scale, minimum=0.0, exclusive=True)
     for transformer, pooling in _pairs(sparse_encoder):
         model = unwrapped(transformer.auto_model)
         if getattr(vars(model).get("forward"), "func", None) is _hidden_states:
             del model.forward  # of an earlier call
         head = SpladeHead.from_masked_lm(model, activation=pooling.activation_function)
-        if logit_scale != 1.0 and not fold_scale(head, logit_scale):
-            raise TypeError(f"expected a normalisation before the projection of {type(model)}")
+        if logit_scale != 1.0 and model not in scaled:  # of both sides of a Router
+            scaled.add(model)
+            if not (parameters := scaled_parameters(head)):
+                raise TypeError(f"expected a normalisation before the projection of {type(model)}")
+            if logit_scale == "auto":
+                head._await_scale(fold=True)
+            else:
+                multiply(parameters, logit_scale)
         replaced.append((model, partial(_hidden_states, model)))
         replaced.append((pooling, partial(_pooled, pooling, model, head)))
     for module, function in replaced:
@@ -85,6 +93,9 @@ def _pooled(pooling: Any, model: Any, head: Any, features: dict[str, Any]) -> di
         texts = hidden[0].split(features["cu_seq_lens_q"].diff().tolist())
         hidden = pad_sequence(list(texts), batch_first=True)
         attention_mask = pad_sequence([x.new_ones(len(x)) for x in texts], batch_first=True)
+    head.training = model.training
+    if head.awaits_scale and head.training and not head._can_fold():
+        raise RuntimeError("expected a batch in training mode, for the scale, before fully_shard")
     features["sentence_embedding"] = vectors = head(hidden, attention_mask)
     if getattr(pooling, "embedding_dimension", 0) is None:
         pooling.embedding_dimension = vectors.shape[1]

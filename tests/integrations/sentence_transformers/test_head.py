@@ -227,12 +227,25 @@ def test_a_scale_is_in_the_weights_and_in_the_folder(architecture, tmp_path):
     assert_equal_vectors(SparseEncoder(str(tmp_path / "scaled"), device="cpu"), scaled)
 
 
+def test_a_measured_scale_is_in_the_weights_and_in_the_folder(tmp_path):
+    model = of("modernbert", tmp_path, lambda model: model.head.norm.weight.data.mul_(16))
+    before = copy.deepcopy(model)
+    use_splade_head(model, logit_scale="auto")
+    assert_equal_vectors(model, before)  # evaluation measures nothing
+    for _ in range(2):
+        vectors = model.train()(features(model))["sentence_embedding"]
+        assert vectors.square().sum(1).mean().item() == pytest.approx(64, rel=1e-3)
+    model.save_pretrained(str(tmp_path / "scaled"))
+    assert_equal_vectors(SparseEncoder(str(tmp_path / "scaled"), device="cpu"), model)
+
+
 def test_a_scale_needs_a_normalisation_before_the_projection(folder):
     model = runs.sparse_encoder(folder)
     model[0].model.cls.predictions.transform.LayerNorm = torch.nn.Identity()
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(TypeError, match="expected a normalisation before the projection"):
-        use_splade_head(model, logit_scale=0.5)
+    for scale in (0.5, "auto"):
+        with pytest.raises(TypeError, match="expected a normalisation before the projection"):
+            use_splade_head(model, logit_scale=scale)
     torch.testing.assert_close(before, [p.detach() for p in model.parameters()], rtol=0, atol=0)
     with pytest.raises(ValueError, match="logit_scale"):
         use_splade_head(model, logit_scale=0.0)

@@ -1,0 +1,122 @@
+"""``SpladeEncoder.from_dense``: dot products of states and word embeddings, from a sparse start."""
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForMaskedLM, MPNetConfig, MPNetForMaskedLM
+
+from sparse_losses import SpladeEncoder
+from tests.representation.tiny_models import (
+    ARCHITECTURES,
+    SIZES,
+    TEXTS,
+    causal_lm,
+    masked_lm,
+    pair,
+    tokenizer,
+)
+
+LONG = [text for text in TEXTS if text] * 3
+
+
+def dense_folder(architecture, path):
+    """The body of a model and its tokenizer, as a dense encoder is saved."""
+    if architecture == "mpnet":
+        words = tokenizer()
+        torch.manual_seed(0)
+        model = MPNetForMaskedLM(MPNetConfig(vocab_size=len(words), **SIZES)).eval()
+    else:
+        model, words = pair(architecture)
+    for part in (model.base_model, words):
+        part.save_pretrained(path)
+    return path
+
+
+def products(folder, batch):
+    """Largest products of word embeddings and states, which keep their mean deviation."""
+    model = AutoModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        states = model(**batch)[0].double()
+    embeddings = model.get_input_embeddings().weight.double()
+    size = states[batch["attention_mask"].bool()].std(1).mean()
+    rows = []
+    for own, mask in zip(states, batch["attention_mask"], strict=True):
+        each = [(h - h.mean()) / h.std(correction=0) * size @ embeddings.T for h in own[mask == 1]]
+        rows.append(torch.stack(each).amax(0))
+    return torch.stack(rows)
+
+
+@pytest.mark.filterwarnings("ignore:expected")
+@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES, "mpnet"} - {"albert"}))
+def test_logits_are_products_with_word_embeddings_and_all_load_them(architecture, tmp_path):
+    folder = dense_folder(architecture, tmp_path / "dense")
+    encoder = SpladeEncoder.from_dense(folder, LONG, start_active=12)
+    batch = encoder.tokenize(LONG)
+    with torch.no_grad():
+        vectors, logits = encoder(**batch, return_logits=True)
+        expected = products(folder, batch)
+        shifts, size = expected - logits, expected.abs().max()
+    assert (shifts - shifts.mean(0)).abs().max() < 0.02 * size, "nearly the identity"
+    assert (shifts - expected.mean(0)).std() < 0.02 * size, "every token's mean is taken off"
+    assert (vectors > 0).sum(1).double().mean() == pytest.approx(12, abs=0.3)
+    assert not encoder.training
+    words = encoder.model.get_input_embeddings().weight
+    assert encoder.head.weight is words
+    encoder.save_pretrained(tmp_path / "saved")
+    dense = encoder.encode(LONG, output="dense")
+    again = SpladeEncoder.from_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(again.encode(LONG, output="dense"), dense)
+    theirs = AutoModelForMaskedLM.from_pretrained(tmp_path / "saved").eval()
+    torch.testing.assert_close(theirs(**batch).logits, encoder.model(**batch).logits)
+    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
+    served = SparseEncoder(str(tmp_path / "saved"), device="cpu")
+    torch.testing.assert_close(served.encode(LONG, convert_to_sparse_tensor=False), dense)
+
+
+def test_folder_of_sentence_transformers_says_lengths_and_prompts(tmp_path):
+    package = pytest.importorskip("sentence_transformers")
+    folder = dense_folder("bert", tmp_path / "body")
+    theirs = package.SentenceTransformer(str(folder), device="cpu")
+    theirs.max_seq_length, theirs.prompts = 7, {"query": "ask: ", "document": "of: "}
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    encoder = SpladeEncoder.from_dense(tmp_path / "theirs", LONG, start_active=9)
+    assert encoder.max_length == 7
+    assert encoder.prompts == {"query": "ask: ", "document": "of: "}
+    assert SpladeEncoder.from_dense(folder, LONG, start_active=9).prompts is None
+    own = {"max_length": 7, "prompts": encoder.prompts}
+    plain = SpladeEncoder.from_dense(folder, LONG, start_active=9, **own)
+    torch.testing.assert_close(plain.head.bias, encoder.head.bias)
+    with pytest.raises(ValueError, match="known modules only, got Transformer, Pooling"):
+        SpladeEncoder.from_pretrained(tmp_path / "theirs")
+
+
+def test_options_are_the_encoders_and_the_loaders(tmp_path):
+    folder = dense_folder("bert", tmp_path)
+    encoder = SpladeEncoder.from_dense(
+        folder, LONG, start_active=9, dtype=torch.bfloat16, activation="log1p_relu"
+    )
+    assert (encoder.head.weight.dtype, encoder.activation) == (torch.bfloat16, "log1p_relu")
+    assert len(encoder.encode(LONG).values()) / len(LONG) == pytest.approx(9, rel=0.2)
+    with pytest.raises(ValueError, match=r"expected some `texts` .*, got none"):
+        SpladeEncoder.from_dense(folder, [])
+    for name in ("expansion", "logit_scale"):
+        with pytest.raises(TypeError, match=f"expected no {name} for a dense encoder"):
+            SpladeEncoder.from_dense(folder, LONG, **{name: 0.5})
+
+
+def test_trained_heads_and_other_architectures_are_refused(tmp_path):
+    words = tokenizer("bytes")
+    models = {
+        "bert": masked_lm("bert", len(words)),
+        "albert": masked_lm("albert", len(words)).base_model,
+        "qwen3": causal_lm("qwen3", len(words)).base_model,
+    }
+    for name, model in models.items():
+        for part in (model, words):
+            part.save_pretrained(tmp_path / name)
+    for name, error, message in [
+        ("bert", ValueError, "no trained head, got cls.*SpladeEncoder.from_pretrained loads it"),
+        ("albert", TypeError, r"a head of one Linear \[8, 8\], as wide as the word embeddings"),
+        ("qwen3", TypeError, "got no layers in Qwen3ForCausalLM"),
+    ]:
+        with pytest.raises(error, match=message):
+            SpladeEncoder.from_dense(tmp_path / name, LONG)
