@@ -1,25 +1,25 @@
 """The docs site without a browser: what is where, and that links, names and figures hold."""
 
-import ast
 import functools
+import importlib
 import inspect
+import os
 import re
 from itertools import chain
 from pathlib import Path
 
 import pytest
-from markdown_it import MarkdownIt
 
 import sparse_losses
 import sparse_losses.functional as F
 from tests.test_house import STEMS
 from tools.figures import __main__ as drawing
 from tools.figures import curves, results
-from tools.markdown import DOCS, LANGUAGES, body, expand, split_code
+from tools.markdown import DOCS, LANGUAGES, body, expand, front_matter, split_code
 
 ROOT = DOCS.parent
 PAGES = sorted(DOCS.rglob("*.md"))
-ENGLISH = [page for page in PAGES if page.relative_to(DOCS).parts[0] not in LANGUAGES]
+TRANSLATED = [page for page in PAGES if page.relative_to(DOCS).parts[0] in LANGUAGES]
 FRONT = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 HEADINGS = ["Formula", "When to use it", "When not to use it", "Picture", "Details", "API"]
 # Papers, packages that are named and what this site is built with.
@@ -39,13 +39,6 @@ def read(page: Path) -> str:
 
 def without_code(page: Path) -> str:
     return re.sub(r"`[^`\n]*`", "", split_code(read(page))[0])
-
-
-def loss_page(stem: str) -> str:
-    """Return a loss page's text, snippets in place, without its code."""
-    page = DOCS / "losses" / f"{stem}.md"
-    assert page.is_file(), f"{name(page)} is not written"
-    return split_code(expand(read(page)))[0]
 
 
 # Links and names.
@@ -131,143 +124,43 @@ def test_names_in_backticks_exist_in_the_code(page):
     assert sorted(named - known - {*OTHERS.split()}) == []
 
 
-# What a host of repositories shows: plain GitHub Markdown.
-
-SITE_ONLY = re.compile(
-    r"\]\[sparse_losses\.|^(?:\?\?\?|!!!|=== \"|:::)|--8<--|\{ ?[#.:][^}]*\}|<div", re.MULTILINE
-)
-
-
-def not_plain(page: Path, text: str) -> list[str]:
-    """Return what GitHub would show as it is written, and pictures that git does not hold."""
-    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(body(text))
-    inline = list(chain(*(token.children for token in tokens if token.type == "inline")))
-    kinds = ("text", "softbreak", "html_inline")
-    seen = "".join(each.content or "\n" for each in inline if each.type in kinds)
-    blocks = (token.content for token in tokens if token.type == "html_block")
-    seen += "\n".join(block for block in blocks if not block.startswith("<!--"))
-    pictures = [str(each.attrs["src"]) for each in inline if each.type == "image"]
-    ignored = [src for src in pictures if "figures" in src or not (page.parent / src).is_file()]
-    return SITE_ONLY.findall(seen) + ignored
+# What a host of repositories shows, plain GitHub Markdown and pictures that git holds: what else
+# the site's Markdown has would be shown as it is written.
+SITE_ONLY = r"""(?mx) \]\[sparse_losses\. | ^(?:\?\?\?|!!!|===\ "|:::) | --8<-- | \{\ ?[#.:][^}]*\}
+    | <div | !\[[^]]*\]\([^)]*figures"""
 
 
-def test_what_the_readme_links_to_is_plain_github_markdown():
-    readme = ROOT / "README.md"
-    linked = set(re.findall(r"\]\(([^)\s#:]+\.md)", read(readme)))
-    plain = {"CONTRIBUTING.md", "CHANGELOG.md", "docs/quickstart.md", "docs/install.md"}
-    assert plain <= linked
-    for page in (readme, *(ROOT / link for link in sorted(plain))):
-        assert not_plain(page, read(page)) == [], name(page)
-    assert len(not_plain(readme, "[`f`][sparse_losses.f]\n\n## A { #b }\n\n![a](none.svg)")) == 3
-    assert not_plain(readme, "`???`\n\n```\n!!! a\n```\n\n<!-- --8<-- -->\n\n$a_1$") == []
+@pytest.mark.parametrize("page", [*FRONT, DOCS / "quickstart.md", DOCS / "install.md"], ids=name)
+def test_what_the_readme_links_to_is_plain_github_markdown(page):
+    assert page.name == "README.md" or f"({name(page)})" in read(ROOT / "README.md")
+    prose = re.sub(r"<!--.*?-->", "", without_code(page), flags=re.DOTALL)
+    assert re.findall(SITE_ONLY, body(prose)) == []
 
 
-# Nothing is fetched from elsewhere.
+# Nothing is fetched from elsewhere: a browser that visits every page sees that, too.
 
-HOST = re.compile(r"\b(?:https?|wss?|ftp):|//(?=[\w\[])", re.IGNORECASE)
-REQUEST = re.compile(
-    r"@import|\bfetch\s*\(|XMLHttpRequest|WebSocket|EventSource|sendBeacon|importScripts"
-)
 OWN = [
     path
     for path in sorted((DOCS / "assets").rglob("*.*"))
     if path.suffix in {".css", ".js"} and not {"katex", "uplot"} & set(path.parts)
 ]
-TEMPLATES = sorted((ROOT / "overrides").rglob("*.html"))
+OWN += sorted((ROOT / "overrides").rglob("*.html"))
 
 
-@pytest.mark.parametrize("path", [ROOT / "mkdocs.yml", *TEMPLATES, *OWN], ids=name)
+@pytest.mark.parametrize("path", [ROOT / "mkdocs.yml", *OWN], ids=name)
 def test_scripts_styles_and_settings_name_no_host(path):
-    assert HOST.search(read(path)) is None
-    assert REQUEST.search(read(path)) is None
-
-
-def test_the_theme_fetches_nothing():
-    """Material takes fonts from a host unless it is told not to, and would count visitors."""
-    settings = read(ROOT / "mkdocs.yml")
-    assert re.search(r"^  font: false\b", settings, re.MULTILINE)
-    assert not re.search(r"^\s*(?:analytics|hooks)\s*:", settings, re.MULTILINE)
-    assert "emoji" not in settings
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_only_links_leave_the_site(page):
-    """A link is followed by a reader; a picture, a script or a style would be fetched."""
-    prose = without_code(page)
-    for tag in re.findall(r"<[a-zA-Z][\w-]*(?:\s[^>]*)?/?>", prose):
-        assert HOST.search(tag) is None, tag
-        assert not re.match(r"<(?:script|style|iframe|object|embed|link|base|meta)\b", tag, re.I)
-    for target, reference in re.findall(r"!\[[^\]]*\](?:\(([^)\s]+)[^)]*\)|(\[[^\]]*\]))", prose):
-        assert not reference, f"write the address of the picture {reference} beside it"
-        assert HOST.search(target) is None, target
-
-
-# The reference and the navigation.
-
-
-@functools.cache
-def public_names() -> list[str]:
-    """Return every public name, those of the integrations without importing them."""
-    names = [
-        f"sparse_losses.{each}"
-        for each in {*sparse_losses.__all__, *F.__all__} - {"__version__", "functional"}
-    ]
-    integrations = ROOT / "sparse_losses/integrations"
-    for path in (*integrations.glob("*.py"), *integrations.glob("*/__init__.py")):
-        module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
-        for node in ast.parse(read(path)).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                owner = module.removesuffix(".__init__")
-                names += [f"{owner}.{each}" for each in ast.literal_eval(node.value)]
-    return sorted(names)
+    assert re.search(r"(?i)\b(?:https?|wss?|ftp):|//(?=[\w\[])", read(path)) is None
 
 
 def test_every_public_name_is_in_the_reference_once():
-    pages = sorted([*(DOCS / "api").rglob("*.md"), *(DOCS / "losses").glob("*.md")])
+    names = {f"sparse_losses.{name}" for name in {*sparse_losses.__all__, *F.__all__}}
+    for each in ("transformers", "sentence_transformers"):
+        module = importlib.import_module(f"sparse_losses.integrations.{each}")
+        names |= {f"{module.__name__}.{name}" for name in module.__all__}
+    pages = [*(DOCS / "api").rglob("*.md"), *(DOCS / "losses").glob("*.md")]
     written = chain(*(re.findall(r"^::: (\S+)", read(page), re.MULTILINE) for page in pages))
-    modules = {"sparse_losses.objective.terms"}
-    assert sorted(set(written) - modules) == public_names()
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_linked_names_exist(page):
-    prose = without_code(page)
-    assert "][tests." not in prose, "a test's name is no public name"
-    public = set(public_names())
-    for dotted in re.findall(r"\]\[(sparse_losses\.[\w.]+)\]", prose):
-        owner = dotted if dotted in public else dotted.rpartition(".")[0]
-        assert owner in public or owner == "sparse_losses.objective.terms", dotted
-        if dotted != owner and owner in public and ".integrations." not in dotted:
-            assert hasattr(getattr(sparse_losses, owner.split(".")[1]), dotted.split(".")[-1])
-
-
-NAVIGATION = read(ROOT / "mkdocs.yml").partition("\nnav:\n")[2]
-
-
-@functools.cache
-def title(page: Path) -> str:
-    found = re.search(r"^# (.+)$", expand(read(page)), re.MULTILINE)
-    assert found, f"{name(page)} has no title"
-    return found[1]
-
-
-def test_every_page_can_be_reached():
-    listed = re.findall(r"([\w/]+\.md)\s*$", NAVIGATION, re.MULTILINE)
-    assert len(set(listed)) == len(listed) > 50
-    pages = {page.relative_to(DOCS).as_posix() for page in PAGES}
-    in_menu = {page for page in pages if page.startswith("ja/")}
-    assert pages - in_menu == set(listed)
-
-
-def test_a_page_has_one_name():
-    """Its title is its label, and a link does not call it by another page's."""
-    assert re.findall(r"- .+: +\S+\.md$", NAVIGATION, re.MULTILINE) == []
-    titles = {title(page).lower(): page for page in ENGLISH}
-    assert len(titles) == len(ENGLISH)
-    for page in ENGLISH:
-        for link, target in re.findall(r"(?<!!)\[([^\]]+)\]\(([^)\s#:]+\.md)\)", read(page)):
-            named = titles.get(" ".join(link.split()).lower())
-            assert named in (None, (page.parent / target).resolve()), f"[{link}]({target})"
+    of_modules = {f"sparse_losses.{name}" for name in ("__version__", "functional")}
+    assert sorted(written) == sorted(names - of_modules | {"sparse_losses.objective.terms"})
 
 
 # The pages on losses.
@@ -275,17 +168,19 @@ def test_a_page_has_one_name():
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_a_loss_page_has_the_order_of_all_and_the_docstrings_formulas(stem):
-    prose = loss_page(stem)
+    page = DOCS / "losses" / f"{stem}.md"
+    prose = split_code(expand(read(page)))[0]
     found = re.findall(r"^## (.*?)[ \t]*$", prose, re.MULTILINE)
-    assert found in (HEADINGS, [each for each in HEADINGS if each != "Picture"])
-    written = ["".join(f.split()) for f in re.findall(r"\$\$(.+?)\$\$", prose, re.DOTALL)]
+    assert [each for each in HEADINGS if each in found or each != "Picture"] == found
     doc = inspect.getdoc(getattr(F, f"{stem}_loss"))
-    formulas = ["".join(f.split()) for f in re.findall(r"\$\$(.+?)\$\$", doc, re.DOTALL)]
-    assert formulas
-    assert [formula for formula in formulas if formula not in written] == []
-    assert re.search(r"^description: \S.{40,}$", read(DOCS / "losses" / f"{stem}.md"), re.MULTILINE)
-    every = read(DOCS / "formulas.md")
-    assert f'"losses/{stem}.md:formula"' in every
+    promised, written = (
+        {"".join(f.split()) for f in re.findall(r"\$\$(.+?)\$\$", text, re.DOTALL)}
+        for text in (doc, prose)
+    )
+    assert promised
+    assert promised <= written
+    assert re.search(r"^description: \S.{40,}$", read(page), re.MULTILINE)
+    assert f'"losses/{stem}.md:formula"' in read(DOCS / "formulas.md")
 
 
 EXAMPLES = [
@@ -303,14 +198,38 @@ def test_a_block_of_a_loss_page_runs_alone_when_copied(code):
     exec(compile(code, "<copied>", "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_formulas_are_such_as_the_page_can_hold(page):
-    """A bar would cut a table's cell, a label leads nowhere; KaTeX is asked in a browser."""
-    prose, _ = split_code(body(read(page)))
-    assert r"\label" not in prose
-    for row in re.findall(r"^[ \t]*\|.*$", prose, re.MULTILINE):
-        for formula in re.findall(r"\$([^$]+)\$", re.sub(r"`[^`]*`", "", row)):
-            assert "|" not in formula.replace(r"\|", ""), formula
+# Translated pages.
+
+FOLLOWS = {
+    "ko": "이 번역은 {} 영어 페이지를 따른다.",
+    "ja": "この翻訳は {} の英語ページに従います。",
+}
+
+
+@pytest.mark.parametrize("page", TRANSLATED, ids=name)
+def test_a_translation_names_its_version_links_to_its_page_and_includes_its_formulas(page):
+    text, about = read(page), front_matter(read(page))
+    assert re.fullmatch(r"[0-9a-f]{7}, \d{4}-\d\d-\d\d", about["follows"])
+    line = FOLLOWS[page.relative_to(DOCS).parts[0]]
+    assert line.format(about["follows"].partition(", ")[2]) in text
+    english = DOCS / about["translation_of"]
+    assert f"]({os.path.relpath(english, page.parent)})" in text
+    assert f"]({os.path.relpath(page, english.parent)})" in read(english)
+    expand(text)  # a missing section is an error
+    for mark in ("$$", r"\[", r"\(", r"\begin{"):
+        assert mark not in split_code(body(text))[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('--8<-- "none.md"', "expected a file none.md"),
+        ('--8<-- "index.md:none"', "expected a section none in index.md"),
+    ],
+)
+def test_a_missing_section_is_an_error(line, message):
+    with pytest.raises(ValueError, match=message):
+        expand(line)
 
 
 # Figures.

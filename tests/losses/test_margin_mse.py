@@ -10,6 +10,7 @@ from sparse_losses.functional import distillation_loss, margin_mse_loss
 from tests.cases import assert_follows_the_formula
 from tests.strategies import seeds
 
+
 @given(seeds, st.integers(0, 6), st.none() | st.integers(0, 3), st.booleans())
 def test_value_is_the_formula_for_any_number_of_negatives(seed, batch, count, masks):
     rng, arrays = np.random.default_rng(seed), {}
