@@ -1,8 +1,6 @@
 """What every loss promises (docs/contract.md), and pooling, head and objective, case by case."""
 
-import contextlib
 import copy
-import functools
 import inspect
 import itertools
 import pickle
@@ -91,6 +89,13 @@ def alive(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def assert_zero_with_a_graph(value: torch.Tensor, leaves: dict) -> None:
+    assert value.requires_grad
+    assert not value.any()
+    for gradient in gradients(value.sum(), leaves).values():
+        assert not gradient.any()  # a NaN is not zero either
+
+
 def none(case: Case) -> dict:
     return {"reduction": "none"} if case.loss.reduces else {}
 
@@ -140,12 +145,10 @@ def test_the_module_takes_the_same_hyperparameters_and_tensors(loss):
 @over(FIRST.values())
 def test_the_module_equals_the_function(case):
     tensors = case.tensors()
-    module, rest = case.module(tensors)
-    assert torch.equal(module(**rest), alive(case.function()(**tensors)))
-    assert torch.equal(module(**rest), case.function()(**tensors)), "the call changed the module"
-    if case.loss.reduces:
-        module, rest = case.module(tensors, reduction="none")
-        assert torch.equal(module(**rest), case.function()(**tensors, reduction="none"))
+    for options in ({}, none(case)):
+        module, rest = case.module(tensors, **options)
+        for _ in ("first", "as the first left it"):
+            assert torch.equal(module(**rest), alive(case.function()(**tensors, **options)))
 
 
 @over_losses
@@ -155,18 +158,16 @@ def test_a_call_overrides_gather_and_impl_for_that_call(loss):
     module, rest = case.module(tensors)
     expected = alive(module(**rest))
     # Without other ranks it is the same number, maybe by another implementation.
-    close = {"rtol": 1e-12, "atol": 1e-12}
-    torch.testing.assert_close(module(**rest, gather=True), expected, **close)
-    assert module.gather is False
-    torch.testing.assert_close(case.function()(**tensors, gather=True), expected, **close)
-    with pytest.raises(TypeError, match="expected `gather` to be True or False"):
-        module(**rest, gather="yes")
-    if loss.implementations:
-        value = module(**rest, impl="definition")
-        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
-        assert module.impl == "auto"
-        with pytest.raises(ValueError, match="expected `impl` to be one of 'auto', 'definition'"):
-            module(**rest, impl="quickly")
+    overrides = [("gather", True, "yes")] + [("impl", "definition", "quickly")] * bool(
+        loss.implementations
+    )
+    for name, value, wrong in overrides:
+        before = getattr(module, name)
+        for call in (module(**rest, **{name: value}), case.function()(**tensors, **{name: value})):
+            torch.testing.assert_close(call, expected, rtol=1e-12, atol=1e-12)
+        assert getattr(module, name) == before
+        with pytest.raises((TypeError, ValueError), match=f"expected `{name}` to be "):
+            module(**rest, **{name: wrong})
 
 
 @over([case for case in ONCE if case.loss.implementations])
@@ -320,11 +321,8 @@ def test_rows_without_anything_to_compare_are_zero_and_hide_their_nan(problem, r
             tensors[name] = torch.full_like(tensors[name], torch.nan)
     leaves = watch(case, tensors)
     value = case.function()(**tensors, reduction=reduction)
-    assert value.requires_grad
     assert value.shape == ((batch,) if reduction == "none" else ())
-    assert not value.any()
-    for gradient in gradients(value.sum(), leaves).values():
-        assert not gradient.any()  # a NaN is not zero either
+    assert_zero_with_a_graph(value, leaves)
 
 
 @over_reductions(VOIDABLE)
@@ -334,10 +332,7 @@ def test_no_valid_row_gives_zero_with_a_graph(case, reduction):
     _void(case, tensors, range(B))
     leaves = watch(case, tensors)
     value = case.function()(**tensors, **({"reduction": reduction} if reduction else {}))
-    assert value.requires_grad
-    assert not value.any()
-    for gradient in gradients(value.sum(), leaves).values():
-        assert not gradient.any()
+    assert_zero_with_a_graph(value, leaves)
 
 
 @over([case for case in BASE_CASES if case.fewest_rows])
@@ -359,14 +354,10 @@ def test_an_empty_batch_gives_zero_with_a_graph(case):
     alive(case.function()(**case.tensors(batch=3)))
     tensors = case.tensors(batch=0)
     leaves = watch(case, tensors)
-    value = case.function()(**tensors)
-    assert value.shape == ()
-    assert value.item() == 0.0
-    for gradient in gradients(value, leaves).values():
-        assert not gradient.any()
-    if case.loss.reduces:
-        assert case.function()(**tensors, reduction="none").shape == (0,)
-        assert case.function()(**tensors, reduction="sum").item() == 0.0
+    for reduction in ("none", "mean", "sum") if case.loss.reduces else (None,):
+        value = case.function()(**tensors, **({"reduction": reduction} if reduction else {}))
+        assert value.shape == ((0,) if reduction == "none" else ())
+        assert_zero_with_a_graph(value, leaves)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -426,41 +417,35 @@ def test_mixed_dtypes_promote(case, high):
         assert gradient.dtype == leaves[leaf].dtype
 
 
-@contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-AUTOCAST = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-CONTEXTS = {
-    "autocast_bf16": (AUTOCAST, torch.bfloat16),
-    "autocast_fp32": (AUTOCAST, torch.float32),
-    "default_fp64": (functools.partial(default_dtype, torch.float64), torch.float32),
-    "default_bf16": (functools.partial(default_dtype, torch.bfloat16), torch.float32),
-}
-
-
 @over(CASES)
-@pytest.mark.parametrize("name", CONTEXTS)
-def test_autocast_and_the_default_dtype_change_nothing(case, name):
-    context, dtype = CONTEXTS[name]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_autocast_changes_nothing(case, dtype):
     tensors = case.tensors(dtype=dtype)
     leaves = watch(case, tensors)
     plain = alive(case.function()(**tensors))
-    expected = gradients(plain, leaves)
-    with context():
+    with torch.autocast("cpu", torch.bfloat16):
         value = case.function()(**tensors)
-        # PyTorch asks for backward passes outside of autocast.
-        actual = gradients(value, leaves) if name.startswith("default") else None
-    actual = actual or gradients(value, leaves)
     assert value.dtype == torch.float32
     assert torch.equal(value, plain)
+    actual, expected = gradients(value, leaves), gradients(plain, leaves)
     assert all(torch.equal(actual[leaf], expected[leaf]) for leaf in leaves)
+
+
+@over(CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_default_dtype_changes_nothing(case, dtype):
+    tensors = case.tensors(dtype=torch.float32)
+    leaves = watch(case, tensors)
+    results = []
+    for default in (torch.float32, dtype):
+        torch.set_default_dtype(default)
+        try:
+            value = case.function()(**tensors)
+            results.append((value, gradients(value, leaves)))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    alive(results[0][0])
 
 
 @over(CASES)
@@ -867,17 +852,7 @@ def test_inputs_are_left_as_they_were_and_constants_get_no_gradient(case):
 
 
 @over(TRANSFORMED)
-def test_func_grad_equals_autograd(case):
-    function, leaves = _as_function(case, case.tensors())
-    expected = torch.autograd.grad(function(*leaves), leaves)
-    argnums = tuple(range(len(leaves)))
-    actual = torch.func.grad(function, argnums)(*(leaf.detach() for leaf in leaves))
-    for gradient, wanted in zip(actual, expected, strict=True):
-        torch.testing.assert_close(gradient, alive(wanted), rtol=1e-10, atol=1e-12)
-
-
-@over(TRANSFORMED)
-def test_vmap_over_problems_equals_a_loop(case):
+def test_func_grad_and_vmap_over_problems_equal_a_loop_with_autograd(case):
     problems = [case.tensors(seed=seed) for seed in range(3)]
     if "temperature" in case.loss.signature:
         for problem, number in zip(problems, (0.3, 0.5, 2.0), strict=True):
@@ -888,13 +863,18 @@ def test_vmap_over_problems_equals_a_loop(case):
     def function(*values):
         return case.function()(**{**problems[0], **dict(zip(names, values, strict=True))})
 
-    loop = torch.stack([case.function()(**problem) for problem in problems])
-    assert len(set(loop.tolist())) == 3
-    torch.testing.assert_close(torch.vmap(function)(*stacked), loop, rtol=1e-10, atol=1e-12)
-    position = names.index(case.differentiable[0])
-    grad = torch.func.grad(function, position)
-    expected = torch.stack([grad(*(problem[name] for name in names)) for problem in problems])
-    torch.testing.assert_close(torch.vmap(grad)(*stacked), expected, rtol=1e-10, atol=1e-12)
+    learned = [name for name in names if name in (*case.differentiable, "temperature")]
+    grad = torch.func.grad(function, tuple(map(names.index, learned)))
+    values, slopes = torch.vmap(function)(*stacked), torch.vmap(grad)(*stacked)
+    assert len(set(values.tolist())) == 3
+    for place, problem in enumerate(problems):
+        alone = grad(*(problem[name] for name in names))
+        leaves = [problem[name].requires_grad_() for name in learned]
+        value = case.function()(**problem)
+        expected = torch.autograd.grad(value, leaves)
+        assert all(gradient.any() for gradient in expected)
+        for found in ((value, *alone), (values[place], *(slope[place] for slope in slopes))):
+            torch.testing.assert_close(found, (value, *expected), rtol=1e-10, atol=1e-12)
 
 
 @over([*FIRST.values(), *LAYER_CASES])
