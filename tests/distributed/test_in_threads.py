@@ -4,7 +4,6 @@ tests/distributed/test_gather.py has the plainest cases on ranks that are proces
 """
 
 import copy
-import warnings
 
 import numpy as np
 import pytest
@@ -31,12 +30,10 @@ from sparse_losses.distributed import (
     skip_size_check,
     sum_over_ranks,
 )
-from sparse_losses.functional import info_nce_loss
 from sparse_losses.objective import terms
 from tests.cases import CASES, to_tensors
-from tests.distributed.test_gather import PLAINEST, check, part, reductions, whole
+from tests.distributed.test_gather import PLAINEST, check, evaluate, part, reductions, whole
 from tests.distributed.threads import run_threads
-from tests.strategies import draw
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -66,6 +63,7 @@ SPARSE = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")  # what PyTorch says of every CSR tensor
 @pytest.mark.parametrize("case", SPARSE, ids=lambda case: case.id)
 def test_sparse_rows_of_all_ranks_are_those_of_one_process(case):
     arrays = whole(case, 2, seed=3)
@@ -85,37 +83,23 @@ def test_sparse_rows_of_all_ranks_are_those_of_one_process(case):
 
 def evaluate_sparse(case, arrays, **options):
     """Value and gradients of CSR tensors of a call, these as dense ones."""
-    tensors, leaves = to_tensors(arrays), {}
-    for name in case.those("csr"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what PyTorch says of every CSR tensor
-            tensors[name] = leaves[name] = tensors[name].to_sparse_csr().requires_grad_()
+    tensors = to_tensors(arrays)
+    leaves = {n: tensors[n].to_sparse_csr().requires_grad_() for n in case.those("csr")}
+    tensors |= leaves
     value = case.function()(**tensors, **options)
     value.backward()
     return value.detach(), {name: leaf.grad.to_dense() for name, leaf in leaves.items()}
 
 
-def _local(own):
-    """InfoNCE of a rank's own rows, by each implementation, with its gradients."""
-    anchor, positive, negative = (draw(10 * own + seed, 3, 4).requires_grad_() for seed in range(3))
-    results = []
-    for impl, options in (
-        ("direct", {"symmetric": True}),
-        ("blocks", {}),
-        ("nonzeros", {"symmetric": True}),
-        ("definition", {"symmetric": True}),
-        ("definition", {"positive_mask": torch.eye(3), "positive_ids": torch.tensor([0, 1, 1])}),
-        ("definition", {"in_batch": False}),
-    ):
-        value = info_nce_loss(anchor, positive, negative, **options, impl=impl)
-        results += [value, *torch.autograd.grad(value, (anchor, positive, negative))]
-    return results
-
-
-def test_without_gather_the_other_ranks_change_nothing():
-    expected = [_local(0), _local(1)]
-    torch.testing.assert_close(run_threads(2, _local), expected)
-    assert expected[0][0] != expected[1][0]
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_without_gather_the_other_ranks_change_nothing(case):
+    parts = [case.arrays(3, seed=own) for own in range(2)]
+    for impl in (case.impl, *case.implementations) if case.impl else (None,):
+        options = {} if impl is None else {"impl": impl}
+        expected = [evaluate(case, mine, **options) for mine in parts]
+        found = run_threads(2, lambda own, o=options: evaluate(case, parts[own], **o))
+        torch.testing.assert_close(found, expected)
+        assert found[0][0] != found[1][0]
 
 
 def _collectives(own):
