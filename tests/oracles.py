@@ -61,8 +61,7 @@ def sim(a: np.ndarray, b: np.ndarray, kind: str) -> float:
     return math.fsum(a * b) / (math.sqrt(math.fsum(a * a)) * math.sqrt(math.fsum(b * b)))
 
 
-# ------------------------------------------------------------------------------------------------
-# Who belongs together
+# Who belongs together -----------------------------------------------------------------------------
 
 
 def _is_false_negative(score, largest_positive, margin, ratio) -> bool:
@@ -302,8 +301,7 @@ def nws(
     return _rows(values)
 
 
-# ------------------------------------------------------------------------------------------------
-# What the vector looks like
+# What the vector looks like -----------------------------------------------------------------------
 
 
 def _squared_means(activations, estimator) -> list[float]:
@@ -367,8 +365,7 @@ def language_penalty(activations, token_penalty) -> Rows:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# Which tokens it names
+# Which tokens it names ----------------------------------------------------------------------------
 
 
 def _attended(ids, mask, ignored) -> set[int]:
@@ -425,8 +422,7 @@ def positive_activation(
     return _rows(values)
 
 
-# ------------------------------------------------------------------------------------------------
-# What the teacher says
+# What the teacher says ----------------------------------------------------------------------------
 
 
 def _standardised(scores: list[float]) -> list[float]:
@@ -526,8 +522,7 @@ def ranknet(student_scores, teacher_scores, *, candidate_mask=None, temperature=
     return _rows(rows)
 
 
-# ------------------------------------------------------------------------------------------------
-# From logits to sparse vectors
+# From logits to sparse vectors --------------------------------------------------------------------
 
 
 def capped(logit, softcap=None) -> float:

@@ -106,8 +106,7 @@ def rounding(case: Case, expected: float) -> float:
     return 64 * torch.finfo(torch.float32).eps * max(1.0, abs(expected)) / min(1.0, temperature)
 
 
-# ------------------------------------------------------------------------------------------------
-# One signature, two twins
+# One signature, two twins -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -244,8 +243,7 @@ def test_a_module_survives_copying_pickling_and_its_state_dict(case):
     assert torch.equal(fresh(**rest), expected)
 
 
-# ------------------------------------------------------------------------------------------------
-# Values, reductions, and rows that are not valid
+# Values, reductions, and rows that are not valid --------------------------------------------------
 
 
 @over(ONCE)
@@ -360,8 +358,7 @@ def test_an_empty_batch_gives_zero_with_a_graph(case):
         assert_zero_with_a_graph(value, leaves)
 
 
-# ------------------------------------------------------------------------------------------------
-# Precision
+# Precision ----------------------------------------------------------------------------------------
 
 
 def skip_where_the_head_rounds(case):
@@ -458,8 +455,7 @@ def test_without_gradients_the_value_is_the_same(case, mode):
     assert torch.equal(value, plain)
 
 
-# ------------------------------------------------------------------------------------------------
-# One graph
+# One graph ----------------------------------------------------------------------------------------
 
 
 @over(TRANSFORMED)
@@ -526,8 +522,7 @@ def test_assigned_numbers_compile_at_most_one_more_graph(case):
     assert len(graphs) == settled
 
 
-# ------------------------------------------------------------------------------------------------
-# Errors name the argument
+# Errors name the argument -------------------------------------------------------------------------
 
 
 def _refuses(case: Case, tensors: dict, *names: str, exception=(ValueError, TypeError)) -> str:
@@ -690,8 +685,7 @@ def test_ids_may_have_any_integer_dtype(case, dtype):
     assert torch.equal(case.function()(**tensors), plain)
 
 
-# ------------------------------------------------------------------------------------------------
-# Sparse activations
+# Sparse activations -------------------------------------------------------------------------------
 
 SPARSE = [c for c in CASES if any(len(c.dims[name]) == 2 for name in c.those("csr"))]
 quiet = pytest.mark.filterwarnings("ignore:Sparse")  # what PyTorch says of every CSR tensor
@@ -773,8 +767,7 @@ def test_other_losses_refuse_csr_by_name(case):
     assert message.endswith("got torch.sparse_csr")
 
 
-# ------------------------------------------------------------------------------------------------
-# NaN in, NaN out
+# NaN in, NaN out ----------------------------------------------------------------------------------
 
 
 @over_reductions(CASES)
@@ -792,8 +785,7 @@ def test_a_nan_is_not_hidden(case, reduction):
         alive(case.function()(**case.tensors(), **options).nan_to_num(0.0))
 
 
-# ------------------------------------------------------------------------------------------------
-# Derivatives
+# Derivatives --------------------------------------------------------------------------------------
 
 
 def _as_function(case: Case, tensors: dict, **options) -> tuple:
@@ -909,8 +901,7 @@ def test_non_contiguous_inputs_are_the_same_inputs(case):
     torch.testing.assert_close(gradients(value, leaves), expected, rtol=1e-10, atol=1e-12)
 
 
-# ------------------------------------------------------------------------------------------------
-# Masks, order, and learned temperatures
+# Masks, order, and learned temperatures -----------------------------------------------------------
 
 
 @pytest.mark.cpu_only
