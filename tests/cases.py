@@ -5,8 +5,8 @@ add a loss:
 
 1. Write its oracle in tests/oracles.py, in NumPy loops, named like the loss. It takes the arrays
    and hyperparameters; where the loss has a ``reduction``, it returns values and validity of rows.
-2. Add a ``Loss`` to ``LOSSES``: its signature, written out, and of each tensor the shape and roles,
-   as in ``"B N D or N D, grad, private"``. B is the batch; " or " parts shapes that differ in the
+2. Add a ``Loss`` to ``LOSSES``: its names, and of each tensor, in order, the shape and roles, as in
+   ``"B N D or N D, grad, private"``. B is the batch; " or " parts shapes that differ in the
    number of dimensions. Roles are ``grad`` (differentiable), ``mask``, ``buffer`` (the module keeps
    it), ``void 0`` (a 0 in it makes a row not valid), ``private`` (a row of it concerns no other
    row) and ``csr`` (it may be a CSR tensor). ``bad`` are hyperparameters to be refused besides
@@ -15,8 +15,8 @@ add a loss:
    for any batch size, and hyperparameters.
 """
 
+import inspect
 import itertools
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -32,6 +32,7 @@ from tests.representation import head_oracle
 
 B, D, V, S, N, C, L = 4, 5, 11, 6, 3, 5, 4
 Arrays = dict[str, np.ndarray]
+Rng = np.random.Generator
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,6 @@ class Loss:
 
     stem: str
     module: str
-    signature: str  # of the function, written out: users rely on it
     tensors: dict[str, str]  # its shapes and roles, see above
     implementations: tuple[str, ...] = ()  # names beside the definition
     function: str = ""  # where it is not `<stem>_loss`
@@ -61,9 +61,18 @@ class Loss:
     def constructor(self) -> tuple[str, ...]:
         return self.those("buffer")
 
+    @cached_property
+    def hyperparameters(self) -> dict[str, Any]:
+        """The function's, with their defaults."""
+        import sparse_losses.functional as F
+
+        function = self.call or getattr(F, self.function)
+        parameters = inspect.signature(function).parameters.values()
+        return {p.name: p.default for p in parameters if p.name not in self.tensors}
+
     @property
     def reduces(self) -> bool:
-        return "reduction" in self.signature
+        return "reduction" in self.hyperparameters
 
     @property
     def oracle(self) -> Callable[..., Any]:
@@ -72,17 +81,14 @@ class Loss:
     @property
     def numbers(self) -> list[str]:
         """Hyperparameters whose default is a float."""
-        return re.findall(r"(\w+)=(?:\d+\.\d+|\d+e-\d+)", self.signature)
+        return [name for name, default in self.hyperparameters.items() if type(default) is float]
 
     @property
     def refused(self) -> list[tuple[str, Any]]:
         """Hyperparameters that must be refused."""
-        names = [name for name in REFUSED if f" {name}=" in self.signature]
-        return [
-            *((name, float("nan")) for name in self.numbers),
-            *((name, value) for name in names for value in REFUSED[name]),
-            *self.bad,
-        ]
+        names = REFUSED.keys() & self.hyperparameters.keys()
+        of_all = [(name, value) for name in sorted(names) for value in REFUSED[name]]
+        return [*((name, float("nan")) for name in self.numbers), *of_all, *self.bad]
 
 
 def weigh(*outputs: Any) -> Any:
@@ -110,11 +116,6 @@ LOSSES = {
         Loss(
             "info_nce",
             "InfoNCELoss",
-            "(anchor, positive, negative=None, *, temperature=0.07, similarity='cosine', "
-            "symmetric=False, in_batch=True, negatives_from=('document',), positive_ids=None, "
-            "positive_mask=None, candidate_mask=None, false_negative_margin=None, "
-            "false_negative_ratio=None, decoupled=False, gather=False, impl='auto', "
-            "reduction='mean')",
             {
                 "anchor": "B D, grad, private, csr",
                 "positive": "B D, grad, csr",
@@ -139,8 +140,6 @@ LOSSES = {
         Loss(
             "info_nce_from_scores",
             "InfoNCEFromScoresLoss",
-            "(scores, positive_mask, *, candidate_mask=None, temperature=1.0, decoupled=False, "
-            "gather=False, reduction='mean')",
             {
                 "scores": "B C, grad, private",
                 "positive_mask": "B C, mask, void 0",
@@ -151,7 +150,6 @@ LOSSES = {
         Loss(
             "n_pair",
             "NPairLoss",
-            "(anchor, positive, negative=None, *, gather=False, reduction='mean')",
             {
                 "anchor": "B D, grad, csr",
                 "positive": "B D, grad, csr",
@@ -161,15 +159,12 @@ LOSSES = {
         Loss(
             "pairwise_contrastive",
             "PairwiseContrastiveLoss",
-            "(x1, x2, same, *, margin=1.0, gather=False, reduction='mean')",
             {"x1": "B D, grad", "x2": "B D, grad", "same": "B, mask"},
             bad=(("margin", "1"),),
         ),
         Loss(
             "triplet_margin",
             "TripletMarginLoss",
-            "(anchor, positive, negative, *, candidate_mask=None, margin=0.3, "
-            "similarity='cosine', gather=False, reduction='mean')",
             {
                 "anchor": "B D, grad, private",
                 "positive": "B D, grad, private",
@@ -180,16 +175,12 @@ LOSSES = {
         Loss(
             "self_reconstruction",
             "SelfReconstructionLoss",
-            "(activations, input_ids, attention_mask, *, ignore_token_ids=None, balanced=False, "
-            "gather=False, reduction='mean')",
             {"activations": "B V, grad", "input_ids": "B S", "attention_mask": "B S, mask"},
             bad=(("balanced", 1),),
         ),
         Loss(
             "positive_activation",
             "PositiveActivationLoss",
-            "(activations, positive_input_ids, positive_attention_mask, token_weight=None, *, "
-            "saturating=False, ignore_token_ids=None, gather=False, reduction='mean')",
             {
                 "activations": "B V, grad, private, csr",
                 "positive_input_ids": "B S",
@@ -201,37 +192,29 @@ LOSSES = {
         Loss(
             "flops",
             "FlopsLoss",
-            "(activations, token_weight=None, *, estimator='biased', threshold=None, gather=False)",
             {"activations": "B V, grad, csr", "token_weight": "V, buffer"},
             bad=(("threshold", -1), ("threshold", "5"), ("threshold", float("nan"))),
         ),
         Loss(
             "idf_flops",
             "IdfFlopsLoss",
-            "(activations, token_penalty, *, beta=0.3, estimator='biased', threshold=None, "
-            "gather=False)",
             {"activations": "B V, grad, csr", "token_penalty": "V, buffer"},
             bad=(("threshold", -1),),
         ),
         Loss(
             "min_activation",
             "MinActivationLoss",
-            "(activations, token_counts=None, *, top_k=5, threshold=0.5, "
-            "gather=False, reduction='mean')",
             {"activations": "B V, grad, private, csr", "token_counts": "B, void 0"},
             bad=(("top_k", 0), ("top_k", -1), ("top_k", 2.5), ("top_k", V + 1)),
         ),
         Loss(
             "language_penalty",
             "LanguagePenaltyLoss",
-            "(activations, token_penalty, *, gather=False, reduction='mean')",
             {"activations": "B V, grad, csr", "token_penalty": "V, buffer"},
         ),
         Loss(
             "distillation",
             "DistillationLoss",
-            "(student_scores, teacher_scores, *, temperature=3.0, alpha_kl=0.7, alpha_mse=0.3, "
-            "standardize='batch', candidate_mask=None, gather=False)",
             {
                 "student_scores": "B C, grad, private",
                 "teacher_scores": "B C, private",
@@ -242,8 +225,6 @@ LOSSES = {
         Loss(
             "margin_mse",
             "MarginMSELoss",
-            "(student_positive, student_negative, teacher_positive, teacher_negative, *, "
-            "candidate_mask=None, gather=False, reduction='mean')",
             {
                 "student_positive": "B, grad, private",
                 "student_negative": "B or B N, grad, private",
@@ -255,8 +236,6 @@ LOSSES = {
         Loss(
             "ranknet",
             "RankNetLoss",
-            "(student_scores, teacher_scores, *, candidate_mask=None, temperature=1.0, "
-            "gather=False, reduction='mean')",
             {
                 "student_scores": "B C, grad, private",
                 "teacher_scores": "B C, private",
@@ -266,16 +245,11 @@ LOSSES = {
         Loss(
             "masked_logit_mse",
             "MaskedLogitMSELoss",
-            "(student_logits, teacher_logits, *, threshold=0.0, gather=False, reduction='mean')",
             {"student_logits": "B V, grad, private", "teacher_logits": "B V, private"},
         ),
         Loss(
             "nws",
             "NWSLoss",
-            "(query, query_labels, prototype, label_similarity, *, key=None, key_labels=None, "
-            "queue=None, queue_labels=None, queue_mask=None, alpha=1.0, beta=1.0, "
-            "temperature=0.07, aggregation='mean', decoupled=True, eps=1e-08, "
-            "gather=False, impl='auto', reduction='mean')",
             {
                 "query": "B D, grad, private",
                 "query_labels": "B L, mask, void 0",
@@ -409,8 +383,6 @@ LAYERS = {
         Loss(
             "splade_pool",
             "",
-            "(logits, attention_mask, *, activation='relu', softcap=None, threshold=None, "
-            "return_logits=False, impl='auto')",
             LOGITS,
             implementations=("nonzeros",),
             function="splade_pool",
@@ -419,7 +391,6 @@ LAYERS = {
         Loss(
             "token_weights",
             "",
-            "(logits, attention_mask)",
             LOGITS,
             function="token_weights",
             layer_oracle=lambda *args, **arrays: weigh(
@@ -429,9 +400,6 @@ LAYERS = {
         Loss(
             "splade_head",
             "",
-            "(hidden, weight, bias=None, attention_mask=None, *, gate=None, activation='relu', "
-            "softcap=None, threshold=None, return_logits=False, layout=torch.strided, "
-            "sparse_grad=False, impl='auto')",
             {
                 "hidden": "B S D, grad, private",
                 "weight": "V D, grad",
@@ -445,7 +413,6 @@ LAYERS = {
         ),
         Loss(
             "objective",
-            "",
             "",
             {
                 "query": "B V, grad",
@@ -470,7 +437,7 @@ class Case:
 
     stem: str
     name: str
-    make: Callable[[np.random.Generator, int], Arrays]
+    make: Callable[[Rng, int], Arrays]
     kwargs: dict[str, Any] = field(default_factory=dict)
     not_private: tuple[str, ...] = ()  # in this call
     implementations: tuple[str, ...] | None = None  # that support the call; by default all
@@ -632,37 +599,34 @@ def to_arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
 # Factories ----------------------------------------------------------------------------------------
 
 
-def _pairs(
-    negative: str | None = None, ids: bool = False, mask: bool = False, candidates: bool = False
-):
-    def make(rng: np.random.Generator, batch: int) -> Arrays:
-        arrays = {"anchor": rng.normal(size=(batch, D)), "positive": rng.normal(size=(batch, D))}
-        if negative == "shared":
-            arrays["negative"] = rng.normal(size=(N, D))
-        if negative == "per_row":
-            arrays["negative"] = rng.normal(size=(batch, N, D))
-        if negative == "row":
-            arrays["negative"] = rng.normal(size=(batch, D))
-        if negative == "ragged":
-            arrays["negative"] = rng.normal(size=(batch, N, D))
-            arrays["candidate_mask"] = np.arange(N) <= np.arange(batch)[:, None]
-        if ids:
-            arrays["positive_ids"] = np.arange(batch) // 2 * 7  # rows 0 and 1 share one, 2 and 3
-        if mask:
-            some = rng.random((batch, batch)) < 0.3
-            arrays["positive_mask"] = some | np.roll(np.eye(batch, dtype=bool), 1, axis=1)
-        if candidates:  # a row keeps its positive and a key of another id
-            width = batch + (N if negative else 0)
-            own = np.eye(batch, width, dtype=bool)
-            kept = own | np.roll(own, 2, axis=0) | (rng.random((batch, width)) < 0.6)
-            kept[:1, batch:] = True  # every negative is a candidate somewhere
-            arrays["candidate_mask"] = kept
-        return arrays
-
-    return make
+def _factory(make: Callable[..., Arrays]) -> Callable[..., Callable[..., Arrays]]:
+    """Take the options now, the generator and the batch size later."""
+    return lambda *options, **named: lambda rng, batch: make(rng, batch, *options, **named)
 
 
-def _same(rng: np.random.Generator, batch: int) -> Arrays:
+@_factory
+def _pairs(rng: Rng, batch: int, negative=None, ids=False, mask=False, candidates=False) -> Arrays:
+    arrays = {"anchor": rng.normal(size=(batch, D)), "positive": rng.normal(size=(batch, D))}
+    if negative:
+        shapes = {"shared": (N, D), "row": (batch, D)}
+        arrays["negative"] = rng.normal(size=shapes.get(negative, (batch, N, D)))
+    if negative == "ragged":
+        arrays["candidate_mask"] = np.arange(N) <= np.arange(batch)[:, None]
+    if ids:
+        arrays["positive_ids"] = np.arange(batch) // 2 * 7  # rows 0 and 1 share one, 2 and 3
+    if mask:
+        some = rng.random((batch, batch)) < 0.3
+        arrays["positive_mask"] = some | np.roll(np.eye(batch, dtype=bool), 1, axis=1)
+    if candidates:  # a row keeps its positive and a key of another id
+        width = batch + (N if negative else 0)
+        own = np.eye(batch, width, dtype=bool)
+        kept = own | np.roll(own, 2, axis=0) | (rng.random((batch, width)) < 0.6)
+        kept[:1, batch:] = True  # every negative is a candidate somewhere
+        arrays["candidate_mask"] = kept
+    return arrays
+
+
+def _same(rng: Rng, batch: int) -> Arrays:
     return {
         "x1": rng.normal(size=(batch, D)),
         "x2": rng.normal(size=(batch, D)),
@@ -670,102 +634,94 @@ def _same(rng: np.random.Generator, batch: int) -> Arrays:
     }
 
 
-def _labels(rng: np.random.Generator, rows: int) -> np.ndarray:
+def _labels(rng: Rng, rows: int) -> np.ndarray:
     """Return multi-hot labels, every row with at least one."""
     labels = rng.random((rows, L)) < 0.4
     labels[np.arange(rows), rng.integers(0, L, rows)] = True
     return labels.astype(np.int64)
 
 
-def _nws(key: bool = False, queue: bool = False, mask: bool = False, similar: bool = True):
-    def make(rng: np.random.Generator, batch: int) -> Arrays:
-        arrays: Arrays = {
-            "query": rng.normal(size=(batch, D)),
-            "query_labels": _labels(rng, batch),
-            "prototype": rng.normal(size=(L, D)),
-            "label_similarity": None,
-        }
-        if batch:
-            arrays["query_labels"][0] = [1, 0, 0, 0]  # room for negatives
-        if similar:
-            half = rng.random((L, L))
-            arrays["label_similarity"] = (half + half.T) / 2
-            np.fill_diagonal(arrays["label_similarity"], 1.0)
-        if key:
-            arrays["key"] = rng.normal(size=(5, D))
-            arrays["key_labels"] = _labels(rng, 5)
-            arrays["key_labels"][4] = 0
-        if queue:
-            arrays["queue"] = rng.normal(size=(6, D))
-            arrays["queue_labels"] = _labels(rng, 6)
-            arrays["queue_labels"][1] = [0, 1, 0, 0]
-        if mask:
-            arrays["queue_mask"] = np.array([1, 1, 0, 1, 0, 1], dtype=bool)
-        return arrays
-
-    return make
+@_factory
+def _nws(rng: Rng, batch: int, key=False, queue=False, mask=False, similar=True) -> Arrays:
+    arrays: Arrays = {
+        "query": rng.normal(size=(batch, D)),
+        "query_labels": _labels(rng, batch),
+        "prototype": rng.normal(size=(L, D)),
+        "label_similarity": None,
+    }
+    if batch:
+        arrays["query_labels"][0] = [1, 0, 0, 0]  # room for negatives
+    if similar:
+        half = rng.random((L, L))
+        arrays["label_similarity"] = (half + half.T) / 2
+        np.fill_diagonal(arrays["label_similarity"], 1.0)
+    if key:
+        arrays["key"] = rng.normal(size=(5, D))
+        arrays["key_labels"] = _labels(rng, 5)
+        arrays["key_labels"][4] = 0
+    if queue:
+        arrays["queue"] = rng.normal(size=(6, D))
+        arrays["queue_labels"] = _labels(rng, 6)
+        arrays["queue_labels"][1] = [0, 1, 0, 0]
+    if mask:
+        arrays["queue_mask"] = np.array([1, 1, 0, 1, 0, 1], dtype=bool)
+    return arrays
 
 
+@_factory
 def _activations(
-    penalty: bool = False, counts: bool = False, signed: bool = False, weight: bool = False
-):
-    def make(rng: np.random.Generator, batch: int) -> Arrays:
-        values = rng.normal(size=(batch, V))
-        if not signed:  # sparse, but no column and no top of a row is all zero: there are kinks
-            active = rng.random((batch, V)) < 0.8
-            active[:2] = True
-            values = np.log1p(np.abs(values)) * active
-        arrays = {"activations": values}
-        if penalty:
-            arrays["token_penalty"] = rng.random(V) * 3
-        if counts:
-            arrays["token_counts"] = np.arange(batch) + 1
-        if weight:
-            arrays["token_weight"] = rng.random(V) * 2
-        return arrays
-
-    return make
+    rng: Rng, batch: int, penalty=False, counts=False, signed=False, weight=False
+) -> Arrays:
+    values = rng.normal(size=(batch, V))
+    if not signed:  # sparse, but no column and no top of a row is all zero: there are kinks
+        active = rng.random((batch, V)) < 0.8
+        active[:2] = True
+        values = np.log1p(np.abs(values)) * active
+    arrays = {"activations": values}
+    if penalty:
+        arrays["token_penalty"] = rng.random(V) * 3
+    if counts:
+        arrays["token_counts"] = np.arange(batch) + 1
+    if weight:
+        arrays["token_weight"] = rng.random(V) * 2
+    return arrays
 
 
-def _tokens(prefix: str = "", weight: bool = False):
-    def make(rng: np.random.Generator, batch: int) -> Arrays:
-        ids = rng.integers(0, V, size=(batch, S))
-        mask = np.ones((batch, S), dtype=np.int64)
-        for i in range(batch):
-            mask[i, S - i % 3 :] = 0
-        ids[:, 1] = ids[:, 0]  # a token that appears twice counts once
-        ids[mask == 0] = -100
-        arrays = {
-            "activations": rng.normal(size=(batch, V)),
-            f"{prefix}input_ids": ids,
-            f"{prefix}attention_mask": mask,
-        }
-        if weight:
-            arrays["token_weight"] = rng.random(V) + 0.1
-        return arrays
-
-    return make
+@_factory
+def _tokens(rng: Rng, batch: int, prefix="", weight=False) -> Arrays:
+    ids = rng.integers(0, V, size=(batch, S))
+    mask = np.ones((batch, S), dtype=np.int64)
+    for i in range(batch):
+        mask[i, S - i % 3 :] = 0
+    ids[:, 1] = ids[:, 0]  # a token that appears twice counts once
+    ids[mask == 0] = -100
+    arrays = {
+        "activations": rng.normal(size=(batch, V)),
+        f"{prefix}input_ids": ids,
+        f"{prefix}attention_mask": mask,
+    }
+    if weight:
+        arrays["token_weight"] = rng.random(V) + 0.1
+    return arrays
 
 
-def _scores(mask: bool = False, infinite: bool = False):
-    def make(rng: np.random.Generator, batch: int) -> Arrays:
-        arrays = {
-            "student_scores": rng.normal(size=(batch, C)) * 3,
-            "teacher_scores": rng.normal(size=(batch, C)) * 3,
-        }
-        if mask:
-            arrays["candidate_mask"] = np.ones((batch, C), dtype=bool)
-            arrays["candidate_mask"][1:2, 2] = False
-            arrays["candidate_mask"][2:3, :3] = False
-        if infinite:
-            arrays["teacher_scores"][:1, 1] = -np.inf
-            arrays["teacher_scores"][3:4] = -np.inf
-        return arrays
-
-    return make
+@_factory
+def _scores(rng: Rng, batch: int, mask=False, infinite=False) -> Arrays:
+    arrays = {
+        "student_scores": rng.normal(size=(batch, C)) * 3,
+        "teacher_scores": rng.normal(size=(batch, C)) * 3,
+    }
+    if mask:
+        arrays["candidate_mask"] = np.ones((batch, C), dtype=bool)
+        arrays["candidate_mask"][1:2, 2] = False
+        arrays["candidate_mask"][2:3, :3] = False
+    if infinite:
+        arrays["teacher_scores"][:1, 1] = -np.inf
+        arrays["teacher_scores"][3:4] = -np.inf
+    return arrays
 
 
-def _two_logits(rng: np.random.Generator, batch: int) -> Arrays:
+def _two_logits(rng: Rng, batch: int) -> Arrays:
     logits = {f"{whose}_logits": rng.normal(size=(batch, V)) for whose in ("student", "teacher")}
     for x in logits.values():
         x[3:4] = -np.abs(x[3:4])  # a row that neither activates
@@ -773,75 +729,67 @@ def _two_logits(rng: np.random.Generator, batch: int) -> Arrays:
     return logits
 
 
-def _score_table(candidates: bool = False, several: bool = False):
-    def make(rng: np.random.Generator, batch: int) -> Arrays:
-        arrays: Arrays = {"scores": rng.normal(size=(batch, C)) * 3}
-        arrays["positive_mask"] = np.eye(batch, C, dtype=bool)
-        if several:
-            arrays["positive_mask"] |= rng.random((batch, C)) < 0.3
-        if candidates:
-            arrays["candidate_mask"] = arrays["positive_mask"] | (rng.random((batch, C)) < 0.7)
-        return arrays
-
-    return make
+@_factory
+def _score_table(rng: Rng, batch: int, candidates=False, several=False) -> Arrays:
+    arrays: Arrays = {"scores": rng.normal(size=(batch, C)) * 3}
+    arrays["positive_mask"] = np.eye(batch, C, dtype=bool)
+    if several:
+        arrays["positive_mask"] |= rng.random((batch, C)) < 0.3
+    if candidates:
+        arrays["candidate_mask"] = arrays["positive_mask"] | (rng.random((batch, C)) < 0.7)
+    return arrays
 
 
-def _margins(infinite: bool = False, several: bool = False, mask: bool = False):
-    def make(rng: np.random.Generator, batch: int) -> Arrays:
-        arrays = {}
-        for whose, which in itertools.product(("student", "teacher"), ("positive", "negative")):
-            is_list = several and which == "negative"
-            arrays[f"{whose}_{which}"] = rng.normal(size=(batch, N) if is_list else batch)
-        if infinite:
-            arrays["teacher_negative"][:1] = -np.inf
-        if mask:
-            arrays["candidate_mask"] = np.arange(N) <= np.arange(batch)[:, None]
-            arrays["teacher_negative"][2:3, 1] = -np.inf
-        return arrays
-
-    return make
+@_factory
+def _margins(rng: Rng, batch: int, infinite=False, several=False, mask=False) -> Arrays:
+    arrays = {}
+    for whose, which in itertools.product(("student", "teacher"), ("positive", "negative")):
+        is_list = several and which == "negative"
+        arrays[f"{whose}_{which}"] = rng.normal(size=(batch, N) if is_list else batch)
+    if infinite:
+        arrays["teacher_negative"][:1] = -np.inf
+    if mask:
+        arrays["candidate_mask"] = np.arange(N) <= np.arange(batch)[:, None]
+        arrays["teacher_negative"][2:3, 1] = -np.inf
+    return arrays
 
 
-def _logits(rng: np.random.Generator, batch: int) -> Arrays:
+def _logits(rng: Rng, batch: int) -> Arrays:
     mask = rng.random((batch, S)) < 0.7
     mask[:, 1] = True
     return {"logits": rng.normal(size=(batch, S, V)) * 2, "attention_mask": mask}
 
 
-def _hidden(bias: bool = False, mask: bool = False, gate: bool = False):
-    def make(rng: np.random.Generator, batch: int) -> Arrays:
-        arrays = {"hidden": rng.normal(size=(batch, S, D)), "weight": rng.normal(size=(V, D))}
-        if bias:
-            arrays["bias"] = rng.normal(size=V)
-        if mask:
-            arrays["attention_mask"] = rng.random((batch, S)) < 0.7
-            arrays["attention_mask"][:, 1] = True
-        if gate:
-            arrays["gate"] = rng.random((batch, V))
-        return arrays
-
-    return make
+@_factory
+def _hidden(rng: Rng, batch: int, bias=False, mask=False, gate=False) -> Arrays:
+    arrays = {"hidden": rng.normal(size=(batch, S, D)), "weight": rng.normal(size=(V, D))}
+    if bias:
+        arrays["bias"] = rng.normal(size=V)
+    if mask:
+        arrays["attention_mask"] = rng.random((batch, S)) < 0.7
+        arrays["attention_mask"][:, 1] = True
+    if gate:
+        arrays["gate"] = rng.random((batch, V))
+    return arrays
 
 
-def _objective(negative: bool = False):
-    def make(rng: np.random.Generator, batch: int) -> Arrays:
-        arrays = _tokens("document_")(rng, batch)
-        del arrays["activations"]
-        arrays = {
-            "query": rng.random((batch, V)),
-            "document": rng.random((batch, V)),
-            "document_ids": arrays["document_input_ids"],
-            "document_mask": arrays["document_attention_mask"],
-            "teacher": rng.normal(size=(batch, batch)),
-            "context": rng.normal(size=(batch, batch)),
-            "penalty": rng.random(V),
-        }
-        if negative:
-            arrays["negative"] = rng.random((batch, 2, V))
-            arrays["teacher"] = rng.normal(size=(batch, batch + 2))
-        return arrays
-
-    return make
+@_factory
+def _objective(rng: Rng, batch: int, negative=False) -> Arrays:
+    arrays = _tokens("document_")(rng, batch)
+    del arrays["activations"]
+    arrays = {
+        "query": rng.random((batch, V)),
+        "document": rng.random((batch, V)),
+        "document_ids": arrays["document_input_ids"],
+        "document_mask": arrays["document_attention_mask"],
+        "teacher": rng.normal(size=(batch, batch)),
+        "context": rng.normal(size=(batch, batch)),
+        "penalty": rng.random(V),
+    }
+    if negative:
+        arrays["negative"] = rng.random((batch, 2, V))
+        arrays["teacher"] = rng.normal(size=(batch, batch + 2))
+    return arrays
 
 
 # The table ----------------------------------------------------------------------------------------

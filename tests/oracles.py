@@ -150,7 +150,7 @@ def info_nce(
 
 
 def info_nce_from_scores(
-    scores, positive_mask, candidate_mask=None, *, temperature=1.0, decoupled=False
+    scores, positive_mask, *, candidate_mask=None, temperature=1.0, decoupled=False
 ) -> Rows:
     """The mean over a row's positives of minus log of their share."""
     values: list[float | None] = []
@@ -197,7 +197,7 @@ def pairwise_contrastive(x1, x2, same, *, margin=1.0) -> Rows:
 
 
 def triplet_margin(
-    anchor, positive, negative, candidate_mask=None, *, margin=0.3, similarity="cosine"
+    anchor, positive, negative, *, candidate_mask=None, margin=0.3, similarity="cosine"
 ) -> Rows:
     """The hinge on the similarity gap, averaged over the row's negatives that are there."""
     values: list[float | None] = []
@@ -215,7 +215,7 @@ def nws(
     query,
     query_labels,
     prototype,
-    label_similarity=None,
+    label_similarity,
     *,
     key=None,
     key_labels=None,
@@ -483,7 +483,7 @@ def distillation(
 
 
 def margin_mse(
-    student_positive, student_negative, teacher_positive, teacher_negative, candidate_mask=None
+    student_positive, student_negative, teacher_positive, teacher_negative, *, candidate_mask=None
 ) -> Rows:
     """The mean of ``((s+ - s-) - (t+ - t-))^2`` over the negatives of a row that are there."""
     rows: list[float | None] = []

@@ -92,7 +92,7 @@ def compare(rank: int, world: int) -> dict[str, str]:
 def check(case: Case, rank: int, world: int, reduction: str | None, arrays: Any = None) -> None:
     """Compare a rank's call with one process; with a learned temperature by default."""
     is_voided = arrays is not None  # a rank without valid rows may have no gradient
-    learned = not is_voided and "temperature" in case.loss.signature
+    learned = not is_voided and "temperature" in case.loss.hyperparameters
     arrays = arrays or whole(case, world, seed=3)
     mine = part(case, arrays, rank, world)
     expected, expected_gradients = evaluate(case, arrays, reduction, learned)

@@ -3,7 +3,6 @@
 import functools
 import importlib
 import inspect
-import os
 import re
 from itertools import chain
 from pathlib import Path
@@ -13,19 +12,13 @@ import pytest
 import sparse_losses
 import sparse_losses.functional as F
 from tests.test_house import STEMS
-from tools.figures import __main__ as drawing
 from tools.figures import curves, results
-from tools.markdown import DOCS, LANGUAGES, body, expand, front_matter, split_code
+from tools.markdown import DOCS, body, expand, split_code
 
 ROOT = DOCS.parent
 PAGES = sorted(DOCS.rglob("*.md"))
-TRANSLATED = [page for page in PAGES if page.relative_to(DOCS).parts[0] in LANGUAGES]
 FRONT = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 HEADINGS = ["Formula", "When to use it", "When not to use it", "Picture", "Details", "API"]
-# Papers, packages that are named and what this site is built with.
-HOSTS = """arxiv.org doi.org download.pytorch.org hypothesis.readthedocs.io keepachangelog.com
-papers.nips.cc pypi.org sbert.net"""
-REPOSITORIES = {"KevinMusgrave/pytorch-metric-learning", "naver/splade"}
 
 
 def name(page: Path) -> str:
@@ -79,15 +72,6 @@ def test_local_links_pictures_and_anchors_exist(page):
         outside = [p for p, *_ in local if p and DOCS not in (page.parent / p).resolve().parents]
         assert outside == [], "the site holds docs/ alone: name the file in backticks"
         assert [p for p, *_ in local if p and (page.parent / p).is_dir()] == []
-
-
-@pytest.mark.parametrize("page", [ROOT / "mkdocs.yml", *FRONT, *PAGES], ids=name)
-def test_only_known_hosts_are_named(page):
-    for host, path in re.findall(r"https?://([^/\s\"'`)>\]]+)([^\s\"'`)>\]]*)", read(page)):
-        if host == "github.com":
-            assert "/".join(path.split("/")[1:3]) in REPOSITORIES, path
-        else:
-            assert host in HOSTS.split() or host.startswith("localhost"), host
 
 
 @functools.cache
@@ -198,70 +182,14 @@ def test_a_block_of_a_loss_page_runs_alone_when_copied(code):
     exec(compile(code, "<copied>", "exec"), {"__name__": "__main__"})
 
 
-# Translated pages.
-
-FOLLOWS = {
-    "ko": "이 번역은 {} 영어 페이지를 따른다.",
-    "ja": "この翻訳は {} の英語ページに従います。",
-}
-
-
-@pytest.mark.parametrize("page", TRANSLATED, ids=name)
-def test_a_translation_names_its_version_links_to_its_page_and_includes_its_formulas(page):
-    text, about = read(page), front_matter(read(page))
-    assert re.fullmatch(r"[0-9a-f]{7}, \d{4}-\d\d-\d\d", about["follows"])
-    line = FOLLOWS[page.relative_to(DOCS).parts[0]]
-    assert line.format(about["follows"].partition(", ")[2]) in text
-    english = DOCS / about["translation_of"]
-    assert f"]({os.path.relpath(english, page.parent)})" in text
-    assert f"]({os.path.relpath(page, english.parent)})" in read(english)
-    expand(text)  # a missing section is an error
-    for mark in ("$$", r"\[", r"\(", r"\begin{"):
-        assert mark not in split_code(body(text))[0]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('--8<-- "none.md"', "expected a file none.md"),
-        ('--8<-- "index.md:none"', "expected a section none in index.md"),
-    ],
-)
-def test_a_missing_section_is_an_error(line, message):
-    with pytest.raises(ValueError, match=message):
-        expand(line)
-
-
 # Figures.
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_figures_are_there_for_light_and_dark_and_told_in_words(page):
-    prose, text = without_code(page), read(page)
-    assert [words for words in re.findall(r"!\[([^\]]*)\]", prose) if not words.strip()] == []
-    for plot in re.findall(r'data-plot="([^"]+)"', text):
-        assert (DOCS / "assets/javascripts/plots" / f"{plot}.js").is_file(), plot
-        for palette in ("light", "dark"):
-            assert f"figures/{plot}-{palette}.svg#only-{palette})" in text
-    linked = re.findall(r"figures/([\w-]+)-(light|dark)\.svg#only-(light|dark)\)", text)
+    assert [
+        words for words in re.findall(r"!\[([^\]]*)\]", without_code(page)) if not words.strip()
+    ] == []
+    linked = re.findall(r"figures/([\w-]+)-(light|dark)\.svg#only-(light|dark)\)", read(page))
     light, dark = (sorted(n for n, p, _ in linked if p == each) for each in ("light", "dark"))
     assert light == dark
-
-
-def test_every_figure_has_a_page() -> None:
-    linked = chain(*(re.findall(r"figures/([\w-]+)-light\.svg", read(p)) for p in PAGES))
-    assert set(linked) == set(FIGURES)
-    plots = {path.stem for path in (DOCS / "assets/javascripts/plots").glob("*.js")}
-    assert plots <= set(FIGURES)
-
-
-@pytest.mark.parametrize("figure", FIGURES)
-def test_a_figure_has_the_colours_of_its_page_alone(figure, tmp_path):
-    """The palettes differ in their colours alone, so one of the two pictures shows it."""
-    drawing.draw(figure, tmp_path, ["dark"])
-    (path,) = tmp_path.iterdir()
-    assert path.name in DRAWN
-    svg = re.sub(r'(?:href|id)="[^"]*"|url\(#[^)]*\)', "", read(path))
-    used, colours = set(re.findall(r"#[0-9a-fA-F]{6}\b", svg)), drawing.PALETTES["dark"]
-    assert colours["text"] in used
-    assert used <= {colours["text"], *colours["lines"]}

@@ -18,7 +18,6 @@ from tests.cases import (
     CASES_AND_LAYERS,
     FIRST,
     LAYER_CASES,
-    LAYERS,
     LOSSES,
     OBJECTIVE_CASES,
     B,
@@ -109,15 +108,17 @@ def rounding(case: Case, expected: float) -> float:
 # One signature, two twins -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [loss for loss in (*LOSSES.values(), *LAYERS.values()) if loss.signature],
-    ids=lambda loss: loss.stem,
-)
-def test_the_signature_is_the_promised_one(loss):
-    parameters = inspect.signature(getattr(F, loss.function)).parameters.values()
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
-    assert str(inspect.Signature(bare)) == loss.signature
+@over_losses
+def test_the_signature_is_the_oracles_and_what_all_losses_share(loss):
+    shared = {"gather": False, "impl": "auto", "reduction": "mean"}
+    parameters = inspect.signature(getattr(F, loss.function)).parameters
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters.values()]
+    own = [p for p in bare if p.name not in shared]
+    oracle = inspect.signature(loss.oracle).replace(return_annotation=inspect.Signature.empty)
+    assert str(inspect.Signature(own)) == str(oracle)
+    assert bare[: len(own)] == own
+    assert {p.name: p.default for p in bare[len(own) :]}.items() <= shared.items()
+    assert [name for name in parameters if name in loss.tensors] == [*loss.tensors]
 
 
 OVERRIDES = ("gather", "impl")  # what a call of a module may say besides
@@ -127,15 +128,14 @@ OVERRIDES = ("gather", "impl")  # what a call of a module may say besides
 def test_the_module_takes_the_same_hyperparameters_and_tensors(loss):
     parameters = inspect.signature(getattr(F, loss.function)).parameters
     tensors = {name: parameters[name] for name in loss.tensors}
-    hyperparameters = {n: p for n, p in parameters.items() if n not in tensors}
     module = getattr(sparse_losses, loss.module)
     constructor = inspect.signature(module).parameters
     forward = inspect.signature(module.forward).parameters
     forward = {n: p for n, p in forward.items() if n not in OVERRIDES}
-    assert list(constructor) == [*loss.constructor, *hyperparameters]
+    assert list(constructor) == [*loss.constructor, *loss.hyperparameters]
     assert list(forward)[1:] == [name for name in tensors if name not in loss.constructor]
-    for name, parameter in hyperparameters.items():
-        assert constructor[name].default == parameter.default
+    for name, default in loss.hyperparameters.items():
+        assert constructor[name].default == default
     for name in list(forward)[1:]:
         assert forward[name].default == tensors[name].default
         assert forward[name].kind == tensors[name].kind
@@ -791,7 +791,7 @@ def test_a_nan_is_not_hidden(case, reduction):
 def _as_function(case: Case, tensors: dict, **options) -> tuple:
     """The call as a function of what has a gradient, a temperature included; and that."""
     leaves = watch(case, tensors)
-    if "temperature" in case.loss.signature:
+    if "temperature" in case.loss.hyperparameters:
         number = case.kwargs.get("temperature", 3.0)
         leaves["temperature"] = torch.tensor(number, dtype=torch.float64, requires_grad=True)
 
@@ -846,7 +846,7 @@ def test_inputs_are_left_as_they_were_and_constants_get_no_gradient(case):
 @over(TRANSFORMED)
 def test_func_grad_and_vmap_over_problems_equal_a_loop_with_autograd(case):
     problems = [case.tensors(seed=seed) for seed in range(3)]
-    if "temperature" in case.loss.signature:
+    if "temperature" in case.loss.hyperparameters:
         for problem, number in zip(problems, (0.3, 0.5, 2.0), strict=True):
             problem["temperature"] = torch.tensor(number, dtype=torch.float64)
     names = [name for name, tensor in problems[0].items() if tensor is not None]
@@ -937,7 +937,7 @@ def test_rows_may_come_in_any_order(case):
     torch.testing.assert_close(permuted, expected, rtol=1e-10, atol=1e-12)
 
 
-@over([case for case in FIRST.values() if "temperature" in case.loss.signature])
+@over([case for case in FIRST.values() if "temperature" in case.loss.hyperparameters])
 def test_a_temperature_parameter_stays_one_in_the_module(case):
     tensors = case.tensors()
     parameter = torch.nn.Parameter(torch.tensor(0.5, dtype=torch.float64))

@@ -1,0 +1,58 @@
+"""Translated pages name their English page and version, and include its formulas."""
+
+import os
+import re
+
+import pytest
+
+from tools import markdown
+from tools.markdown import DOCS, LANGUAGES, body, expand, front_matter
+
+PAGES = sorted(page for language in LANGUAGES for page in DOCS.glob(f"{language}/**/*.md"))
+FOLLOWS = {
+    "ko": "이 번역은 {} 영어 페이지를 따른다.",
+    "ja": "この翻訳は {} の英語ページに従います。",
+}
+
+
+def name(page):
+    return page.relative_to(DOCS).as_posix()
+
+
+def test_pages_are_translated():
+    assert {name(page).partition("/")[0] for page in PAGES} == set(FOLLOWS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_page_says_which_version_it_follows(page):
+    text = page.read_text(encoding="utf-8")
+    version = front_matter(text)["follows"]
+    assert re.fullmatch(r"[0-9a-f]{7}, \d{4}-\d\d-\d\d", version)
+    assert FOLLOWS[name(page).partition("/")[0]].format(version.partition(", ")[2]) in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_formulas_are_included_from_the_english_page(page):
+    text = page.read_text(encoding="utf-8")
+    expand(text)  # a missing section is an error
+    for mark in ("$$", r"\[", r"\(", r"\begin{"):
+        assert mark not in markdown.split_code(body(text))[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_page_and_its_translation_link_to_each_other(page):
+    english = DOCS / front_matter(page.read_text(encoding="utf-8"))["translation_of"]
+    assert f"]({os.path.relpath(english, page.parent)})" in page.read_text(encoding="utf-8")
+    assert f"]({os.path.relpath(page, english.parent)})" in english.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('--8<-- "none.md"', "expected a file none.md"),
+        ('--8<-- "index.md:none"', "expected a section none in index.md"),
+    ],
+)
+def test_a_missing_section_is_an_error(line, message):
+    with pytest.raises(ValueError, match=message):
+        expand(line)
