@@ -9,8 +9,8 @@ add a loss:
    ``"B N D or N D, grad, private"``. B is the batch; " or " parts shapes that differ in the
    number of dimensions. Roles are ``grad`` (differentiable), ``mask``, ``buffer`` (the module keeps
    it), ``void 0`` (a 0 in it makes a row not valid), ``private`` (a row of it concerns no other
-   row) and ``csr`` (it may be a CSR tensor). ``bad`` are hyperparameters to be refused besides
-   those of ``REFUSED``.
+   row) and ``csr`` (it may be a CSR tensor). ``bad`` are values of hyperparameters to be refused
+   besides those of ``REFUSED``.
 3. Add one ``Case`` or more to ``BASE_CASES``, the plainest first: a function that makes the arrays
    for any batch size, and hyperparameters.
 """
@@ -35,31 +35,32 @@ Arrays = dict[str, np.ndarray]
 Rng = np.random.Generator
 
 
-@dataclass(frozen=True)
 class Loss:
-    """What all calls of one loss share."""
+    """What all calls of one loss share: ``stem: Module``, and its tensors with shapes and roles."""
 
-    stem: str
-    module: str
-    tensors: dict[str, str]  # its shapes and roles, see above
-    implementations: tuple[str, ...] = ()  # names beside the definition
-    function: str = ""  # where it is not `<stem>_loss`
-    bad: tuple[tuple[str, Any], ...] = ()  # hyperparameters that must be refused
-    layer_oracle: Callable[..., float] | None = None  # of a layer: of what `weigh` returns
-    call: Callable[..., torch.Tensor] | None = None  # where it is no function of the package
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "function", self.function or f"{self.stem}_loss")
+    def __init__(
+        self,
+        names: str,
+        *,
+        implementations: tuple[str, ...] = (),  # beside the definition
+        bad: Any = (),  # a dict of values of hyperparameters that must be refused
+        function: str = "",  # where it is not `<stem>_loss`
+        layer_oracle: Callable[..., float] | None = None,  # of a layer: of what `weigh` returns
+        call: Callable[..., torch.Tensor] | None = None,  # where it is no function of the package
+        **tensors: str,
+    ) -> None:
+        self.stem, _, self.module = names.partition(": ")
+        self.tensors, self.implementations, self.bad = tensors, implementations, dict(bad)
+        self.function = function or f"{self.stem}_loss"
+        self.oracle = layer_oracle or getattr(oracles, self.stem)
+        self.layer_oracle, self.call = layer_oracle, call
+        self.constructor = self.those("buffer")
 
     def shapes(self, name: str) -> list[str]:
         return self.tensors[name].split(", ")[0].split(" or ")
 
     def those(self, role: str) -> tuple[str, ...]:
         return tuple(n for n, roles in self.tensors.items() if role in roles.split(", ")[1:])
-
-    @property
-    def constructor(self) -> tuple[str, ...]:
-        return self.those("buffer")
 
     @cached_property
     def hyperparameters(self) -> dict[str, Any]:
@@ -75,10 +76,6 @@ class Loss:
         return "reduction" in self.hyperparameters
 
     @property
-    def oracle(self) -> Callable[..., Any]:
-        return self.layer_oracle or getattr(oracles, self.stem)
-
-    @property
     def numbers(self) -> list[str]:
         """Hyperparameters whose default is a float."""
         return [name for name, default in self.hyperparameters.items() if type(default) is float]
@@ -86,18 +83,21 @@ class Loss:
     @property
     def refused(self) -> list[tuple[str, Any]]:
         """Hyperparameters that must be refused."""
-        names = REFUSED.keys() & self.hyperparameters.keys()
-        of_all = [(name, value) for name in sorted(names) for value in REFUSED[name]]
-        return [*((name, float("nan")) for name in self.numbers), *of_all, *self.bad]
+        tables = dict.fromkeys(self.numbers, (float("nan"),)), REFUSED, self.bad
+        pairs = [(n, value) for table in tables for n, values in table.items() for value in values]
+        return [(name, value) for name, value in pairs if name in self.hyperparameters]
+
+
+def by_stem(*losses: Loss) -> dict[str, Loss]:
+    return {loss.stem: loss for loss in losses}
 
 
 def weigh(*outputs: Any) -> Any:
     """A layer's outputs as one number, to which no two of the last dimension give alike."""
     tensors = [torch.as_tensor(x) for x in outputs]
     weights = torch.linspace(0.5, 1.5, tensors[0].shape[-1], dtype=torch.float64)
-    return sum(
-        (n * x * weights.to(x.device, x.dtype)).sum() for n, x in enumerate(tensors, start=1)
-    )
+    weighed = [x * weights.to(x.device, x.dtype) for x in tensors]
+    return sum(n * x.sum() for n, x in enumerate(weighed, start=1))
 
 
 REFUSED = {  # by every loss that has the hyperparameter
@@ -110,162 +110,131 @@ REFUSED = {  # by every loss that has the hyperparameter
     "temperature": (0.0, -1.0, float("inf"), 10**400, "0.07", None, torch.ones(1), torch.ones(2)),
 }
 
-LOSSES = {
-    loss.stem: loss
-    for loss in (
-        Loss(
-            "info_nce",
-            "InfoNCELoss",
-            {
-                "anchor": "B D, grad, private, csr",
-                "positive": "B D, grad, csr",
-                "negative": "N D or B N D, grad, private, csr",
-                "positive_ids": "B",
-                "positive_mask": "B B, mask, void 0",
-                "candidate_mask": "B B, mask, void 0",  # and a column a negative
-            },
-            bad=(
-                ("similarity", "euclidean"),
-                ("symmetric", "False"),
-                ("decoupled", None),
-                ("negatives_from", "document"),
-                ("negatives_from", ("query",)),
-                ("negatives_from", ("document", "passage")),
-                ("false_negative_margin", float("inf")),
-                ("false_negative_margin", "0.1"),
-                ("false_negative_ratio", -0.1),
-            ),
-            implementations=("direct", "blocks", "nonzeros"),
-        ),
-        Loss(
-            "info_nce_from_scores",
-            "InfoNCEFromScoresLoss",
-            {
-                "scores": "B C, grad, private",
-                "positive_mask": "B C, mask, void 0",
-                "candidate_mask": "B C, mask",
-            },
-            function="info_nce_from_scores",
-        ),
-        Loss(
-            "n_pair",
-            "NPairLoss",
-            {
-                "anchor": "B D, grad, csr",
-                "positive": "B D, grad, csr",
-                "negative": "N D or B N D, grad, csr",
-            },
-        ),
-        Loss(
-            "pairwise_contrastive",
-            "PairwiseContrastiveLoss",
-            {"x1": "B D, grad", "x2": "B D, grad", "same": "B, mask"},
-            bad=(("margin", "1"),),
-        ),
-        Loss(
-            "triplet_margin",
-            "TripletMarginLoss",
-            {
-                "anchor": "B D, grad, private",
-                "positive": "B D, grad, private",
-                "negative": "B D or B N D, grad, private",
-                "candidate_mask": "B N, mask, void 0",
-            },
-        ),
-        Loss(
-            "self_reconstruction",
-            "SelfReconstructionLoss",
-            {"activations": "B V, grad", "input_ids": "B S", "attention_mask": "B S, mask"},
-            bad=(("balanced", 1),),
-        ),
-        Loss(
-            "positive_activation",
-            "PositiveActivationLoss",
-            {
-                "activations": "B V, grad, private, csr",
-                "positive_input_ids": "B S",
-                "positive_attention_mask": "B S, mask, void 0",
-                "token_weight": "V, buffer",
-            },
-            bad=(("saturating", 1),),
-        ),
-        Loss(
-            "flops",
-            "FlopsLoss",
-            {"activations": "B V, grad, csr", "token_weight": "V, buffer"},
-            bad=(("threshold", -1), ("threshold", "5"), ("threshold", float("nan"))),
-        ),
-        Loss(
-            "idf_flops",
-            "IdfFlopsLoss",
-            {"activations": "B V, grad, csr", "token_penalty": "V, buffer"},
-            bad=(("threshold", -1),),
-        ),
-        Loss(
-            "min_activation",
-            "MinActivationLoss",
-            {"activations": "B V, grad, private, csr", "token_counts": "B, void 0"},
-            bad=(("top_k", 0), ("top_k", -1), ("top_k", 2.5), ("top_k", V + 1)),
-        ),
-        Loss(
-            "language_penalty",
-            "LanguagePenaltyLoss",
-            {"activations": "B V, grad, csr", "token_penalty": "V, buffer"},
-        ),
-        Loss(
-            "distillation",
-            "DistillationLoss",
-            {
-                "student_scores": "B C, grad, private",
-                "teacher_scores": "B C, private",
-                "candidate_mask": "B C, mask, void 0",
-            },
-            bad=(("standardize", "column"), ("alpha_kl", -1.0), ("alpha_mse", -1.0)),
-        ),
-        Loss(
-            "margin_mse",
-            "MarginMSELoss",
-            {
-                "student_positive": "B, grad, private",
-                "student_negative": "B or B N, grad, private",
-                "teacher_positive": "B, void -inf",
-                "teacher_negative": "B or B N, private",
-                "candidate_mask": "B or B N, mask",
-            },
-        ),
-        Loss(
-            "ranknet",
-            "RankNetLoss",
-            {
-                "student_scores": "B C, grad, private",
-                "teacher_scores": "B C, private",
-                "candidate_mask": "B C, mask, void 0",
-            },
-        ),
-        Loss(
-            "masked_logit_mse",
-            "MaskedLogitMSELoss",
-            {"student_logits": "B V, grad, private", "teacher_logits": "B V, private"},
-        ),
-        Loss(
-            "nws",
-            "NWSLoss",
-            {
-                "query": "B D, grad, private",
-                "query_labels": "B L, mask, void 0",
-                "prototype": "L D, grad",
-                "label_similarity": "L L, buffer",
-                "key": "K D",
-                "key_labels": "K L, mask",
-                "queue": "Q D",
-                "queue_labels": "Q L, mask",
-                "queue_mask": "Q, mask",
-            },
-            bad=(("aggregation", "sum"), ("alpha", -1.0), ("beta", -1.0), ("eps", -1e-8)),
-            implementations=("direct",),
-        ),
-    )
-}
+LOSSES = by_stem(
+    Loss(
+        "info_nce: InfoNCELoss",
+        anchor="B D, grad, private, csr",
+        positive="B D, grad, csr",
+        negative="N D or B N D, grad, private, csr",
+        positive_ids="B",
+        positive_mask="B B, mask, void 0",
+        candidate_mask="B B, mask, void 0",  # and a column a negative
+        bad={
+            "similarity": ("euclidean",),
+            "symmetric": ("False",),
+            "decoupled": (None,),
+            "negatives_from": ("document", ("query",), ("document", "passage")),
+            "false_negative_margin": (float("inf"), "0.1"),
+            "false_negative_ratio": (-0.1,),
+        },
+        implementations=("direct", "blocks", "nonzeros"),
+    ),
+    Loss(
+        "info_nce_from_scores: InfoNCEFromScoresLoss",
+        scores="B C, grad, private",
+        positive_mask="B C, mask, void 0",
+        candidate_mask="B C, mask",
+        function="info_nce_from_scores",
+    ),
+    Loss(
+        "n_pair: NPairLoss",
+        anchor="B D, grad, csr",
+        positive="B D, grad, csr",
+        negative="N D or B N D, grad, csr",
+    ),
+    Loss(
+        "pairwise_contrastive: PairwiseContrastiveLoss",
+        x1="B D, grad",
+        x2="B D, grad",
+        same="B, mask",
+        bad={"margin": ("1",)},
+    ),
+    Loss(
+        "triplet_margin: TripletMarginLoss",
+        anchor="B D, grad, private",
+        positive="B D, grad, private",
+        negative="B D or B N D, grad, private",
+        candidate_mask="B N, mask, void 0",
+    ),
+    Loss(
+        "self_reconstruction: SelfReconstructionLoss",
+        activations="B V, grad",
+        input_ids="B S",
+        attention_mask="B S, mask",
+        bad={"balanced": (1,)},
+    ),
+    Loss(
+        "positive_activation: PositiveActivationLoss",
+        activations="B V, grad, private, csr",
+        positive_input_ids="B S",
+        positive_attention_mask="B S, mask, void 0",
+        token_weight="V, buffer",
+        bad={"saturating": (1,)},
+    ),
+    Loss(
+        "flops: FlopsLoss",
+        activations="B V, grad, csr",
+        token_weight="V, buffer",
+        bad={"threshold": (-1, "5", float("nan"))},
+    ),
+    Loss(
+        "idf_flops: IdfFlopsLoss",
+        activations="B V, grad, csr",
+        token_penalty="V, buffer",
+        bad={"threshold": (-1,)},
+    ),
+    Loss(
+        "min_activation: MinActivationLoss",
+        activations="B V, grad, private, csr",
+        token_counts="B, void 0",
+        bad={"top_k": (0, -1, 2.5, V + 1)},
+    ),
+    Loss(
+        "language_penalty: LanguagePenaltyLoss",
+        activations="B V, grad, csr",
+        token_penalty="V, buffer",
+    ),
+    Loss(
+        "distillation: DistillationLoss",
+        student_scores="B C, grad, private",
+        teacher_scores="B C, private",
+        candidate_mask="B C, mask, void 0",
+        bad={"standardize": ("column",), "alpha_kl": (-1.0,), "alpha_mse": (-1.0,)},
+    ),
+    Loss(
+        "margin_mse: MarginMSELoss",
+        student_positive="B, grad, private",
+        student_negative="B or B N, grad, private",
+        teacher_positive="B, void -inf",
+        teacher_negative="B or B N, private",
+        candidate_mask="B or B N, mask",
+    ),
+    Loss(
+        "ranknet: RankNetLoss",
+        student_scores="B C, grad, private",
+        teacher_scores="B C, private",
+        candidate_mask="B C, mask, void 0",
+    ),
+    Loss(
+        "masked_logit_mse: MaskedLogitMSELoss",
+        student_logits="B V, grad, private",
+        teacher_logits="B V, private",
+    ),
+    Loss(
+        "nws: NWSLoss",
+        query="B D, grad, private",
+        query_labels="B L, mask, void 0",
+        prototype="L D, grad",
+        label_similarity="L L, buffer",
+        key="K D",
+        key_labels="K L, mask",
+        queue="Q D",
+        queue_labels="Q L, mask",
+        queue_mask="Q, mask",
+        bad={"aggregation": ("sum",), "alpha": (-1.0,), "beta": (-1.0,), "eps": (-1e-8,)},
+        implementations=("direct",),
+    ),
+)
 
 
 def _pooled(logits: Any, attention_mask: Any, return_logits: bool = False, **options: Any) -> float:
@@ -287,18 +256,19 @@ def _headed(
     return weigh(*outputs, *([logits] if return_logits else [])).item()
 
 
-OBJECTIVE = {
-    "info_nce": 1.0,
-    "distillation": 0.5,
-    "context_distillation": 0.4,
-    "query_flops": 0.3,
-    "document_flops": 0.7,
-    "query_min_activation": 0.2,
-    "document_self_reconstruction": 0.6,
-    "query_positive_activation": 0.8,
-    "document_language_penalty": 0.1,
+OBJECTIVE = {  # of each term the weight, its builder, and the side that this takes
+    "info_nce": (1.0, "info_nce"),
+    "distillation": (0.5, "distillation"),
+    "context_distillation": (0.4, "context_distillation"),
+    "query_flops": (0.3, "flops", "query"),
+    "document_flops": (0.7, "flops", "document"),
+    "query_min_activation": (0.2, "min_activation", "query"),
+    "document_self_reconstruction": (0.6, "self_reconstruction", "document"),
+    "query_positive_activation": (0.8, "positive_activation", "query"),
+    "document_language_penalty": (0.1, "language_penalty", "document"),
+    "triplet_margin": (0.9, "triplet_margin"),  # these two of own negatives
+    "margin_mse": (0.35, "margin_mse"),
 }
-OWN_NEGATIVES = {"triplet_margin": 0.9, "margin_mse": 0.35}
 
 
 def _objective_of(
@@ -308,22 +278,13 @@ def _objective_of(
     import sparse_losses as s
     from sparse_losses.objective import terms
 
-    penalised = terms.language_penalty("document", s.LanguagePenaltyLoss(penalty))
-    built = {
-        "info_nce": terms.info_nce(),
-        "distillation": terms.distillation(),
-        "context_distillation": terms.context_distillation(),
-        "query_flops": terms.flops("query"),
-        "document_flops": terms.flops("document"),
-        "query_min_activation": terms.min_activation("query"),
-        "document_self_reconstruction": terms.self_reconstruction("document"),
-        "query_positive_activation": terms.positive_activation("query"),
-        "document_language_penalty": penalised,
-        "triplet_margin": terms.triplet_margin(),
-        "margin_mse": terms.margin_mse(),
-    }
-    weights = OBJECTIVE | (OWN_NEGATIVES if negative is not None else {})
-    objective = s.SpladeObjective({name: (weights[name], built[name]) for name in weights})
+    built = {}
+    for name, (weight, builder, *given) in OBJECTIVE.items():
+        if builder == "language_penalty":
+            given.append(s.LanguagePenaltyLoss(penalty))
+        if negative is not None or builder not in ("triplet_margin", "margin_mse"):
+            built[name] = (weight, getattr(terms, builder)(*given))
+    objective = s.SpladeObjective(built)
     own = None
     if negative is not None:  # its tokens are the positives' here: [B, 1, S]
         shape = (-1, negative.shape[1], -1)
@@ -370,65 +331,51 @@ def _objective_oracle(
         terms["triplet_margin"] = mean(oracles.triplet_margin(query, document, negative))
         sides = [(x.diagonal(), x[:, len(query) :]) for x in (scores, teacher)]
         terms["margin_mse"] = mean(oracles.margin_mse(*sides[0], *sides[1]))
-    weights = OBJECTIVE | OWN_NEGATIVES
-    return sum(weights[name] * value for name, value in terms.items())
+    return sum(OBJECTIVE[name][0] * value for name, value in terms.items())
 
 
 LOGITS = {"logits": "B S V, grad, private", "attention_mask": "B S, mask, void 0"}
 
 # They return a vector a text, or a number a token, and have no module of that name.
-LAYERS = {
-    layer.stem: layer
-    for layer in (
-        Loss(
-            "splade_pool",
-            "",
-            LOGITS,
-            implementations=("nonzeros",),
-            function="splade_pool",
-            layer_oracle=_pooled,
-        ),
-        Loss(
-            "token_weights",
-            "",
-            LOGITS,
-            function="token_weights",
-            layer_oracle=lambda *args, **arrays: weigh(
-                oracles.token_weights(*args, **arrays)
-            ).item(),
-        ),
-        Loss(
-            "splade_head",
-            "",
-            {
-                "hidden": "B S D, grad, private",
-                "weight": "V D, grad",
-                "bias": "V, grad",
-                "attention_mask": "B S, mask, void 0",
-                "gate": "B V, grad",
-            },
-            implementations=("packed", "tiles"),
-            function="splade_head",
-            layer_oracle=_headed,
-        ),
-        Loss(
-            "objective",
-            "",
-            {
-                "query": "B V, grad",
-                "document": "B V, grad",
-                "document_ids": "B S",
-                "document_mask": "B S, mask",
-                "teacher": "B B",  # with negatives [B, B + N]
-                "context": "B B",
-                "penalty": "V",
-                "negative": "B N V, grad",
-            },
-            layer_oracle=_objective_oracle,
-            call=_objective_of,
-        ),
-    )
-}
+LAYERS = by_stem(
+    Loss(
+        "splade_pool",
+        **LOGITS,
+        implementations=("nonzeros",),
+        function="splade_pool",
+        layer_oracle=_pooled,
+    ),
+    Loss(
+        "token_weights",
+        **LOGITS,
+        function="token_weights",
+        layer_oracle=lambda *args, **arrays: weigh(oracles.token_weights(*args, **arrays)).item(),
+    ),
+    Loss(
+        "splade_head",
+        hidden="B S D, grad, private",
+        weight="V D, grad",
+        bias="V, grad",
+        attention_mask="B S, mask, void 0",
+        gate="B V, grad",
+        implementations=("packed", "tiles"),
+        function="splade_head",
+        layer_oracle=_headed,
+    ),
+    Loss(
+        "objective",
+        query="B V, grad",
+        document="B V, grad",
+        document_ids="B S",
+        document_mask="B S, mask",
+        teacher="B B",  # with negatives [B, B + N]
+        context="B B",
+        penalty="V",
+        negative="B N V, grad",
+        layer_oracle=_objective_oracle,
+        call=_objective_of,
+    ),
+)
 
 
 @dataclass(frozen=True)
