@@ -5,18 +5,18 @@ add a loss:
 
 1. Write its oracle in tests/oracles.py, in NumPy loops, named like the loss. It takes the arrays
    and hyperparameters; where the loss has a ``reduction``, it returns values and validity of rows.
-2. Add a ``Loss`` to ``LOSSES``: its signature, written out, and of each tensor the shape and roles,
-   as in ``"B N D or N D, grad, private"``. B is the batch; " or " parts shapes that differ in the
+2. Add a ``Loss`` to ``LOSSES``: its names, and of each tensor, in order, the shape and roles, as in
+   ``"B N D or N D, grad, private"``. B is the batch; " or " parts shapes that differ in the
    number of dimensions. Roles are ``grad`` (differentiable), ``mask``, ``buffer`` (the module keeps
    it), ``void 0`` (a 0 in it makes a row not valid), ``private`` (a row of it concerns no other
-   row) and ``csr`` (it may be a CSR tensor). ``bad`` are hyperparameters to be refused besides
-   those of ``REFUSED``.
+   row) and ``csr`` (it may be a CSR tensor). ``bad`` are values of hyperparameters to be refused
+   besides those of ``REFUSED``.
 3. Add one ``Case`` or more to ``BASE_CASES``, the plainest first: a function that makes the arrays
    for any batch size, and hyperparameters.
 """
 
+import inspect
 import itertools
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -32,24 +32,29 @@ from tests.representation import head_oracle
 
 B, D, V, S, N, C, L = 4, 5, 11, 6, 3, 5, 4
 Arrays = dict[str, np.ndarray]
+Rng = np.random.Generator
 
 
-@dataclass(frozen=True)
 class Loss:
-    """What all calls of one loss share."""
+    """What all calls of one loss share: ``stem: Module``, and its tensors with shapes and roles."""
 
-    stem: str
-    module: str
-    signature: str  # of the function, written out: users rely on it
-    tensors: dict[str, str]  # its shapes and roles, see above
-    implementations: tuple[str, ...] = ()  # names beside the definition
-    function: str = ""  # where it is not `<stem>_loss`
-    bad: tuple[tuple[str, Any], ...] = ()  # hyperparameters that must be refused
-    layer_oracle: Callable[..., float] | None = None  # of a layer: of what `weigh` returns
-    call: Callable[..., torch.Tensor] | None = None  # where it is no function of the package
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "function", self.function or f"{self.stem}_loss")
+    def __init__(
+        self,
+        names: str,
+        *,
+        implementations: tuple[str, ...] = (),  # beside the definition
+        bad: Any = (),  # a dict of values of hyperparameters that must be refused
+        function: str = "",  # where it is not `<stem>_loss`
+        layer_oracle: Callable[..., float] | None = None,  # of a layer: of what `weigh` returns
+        call: Callable[..., torch.Tensor] | None = None,  # where it is no function of the package
+        **tensors: str,
+    ) -> None:
+        self.stem, _, self.module = names.partition(": ")
+        self.tensors, self.implementations, self.bad = tensors, implementations, dict(bad)
+        self.function = function or f"{self.stem}_loss"
+        self.oracle = layer_oracle or getattr(oracles, self.stem)
+        self.layer_oracle, self.call = layer_oracle, call
+        self.constructor = self.those("buffer")
 
     def shapes(self, name: str) -> list[str]:
         return self.tensors[name].split(", ")[0].split(" or ")
@@ -57,41 +62,42 @@ class Loss:
     def those(self, role: str) -> tuple[str, ...]:
         return tuple(n for n, roles in self.tensors.items() if role in roles.split(", ")[1:])
 
-    @property
-    def constructor(self) -> tuple[str, ...]:
-        return self.those("buffer")
+    @cached_property
+    def hyperparameters(self) -> dict[str, Any]:
+        """The function's, with their defaults."""
+        import sparse_losses.functional as F
+
+        function = self.call or getattr(F, self.function)
+        parameters = inspect.signature(function).parameters.values()
+        return {p.name: p.default for p in parameters if p.name not in self.tensors}
 
     @property
     def reduces(self) -> bool:
-        return "reduction" in self.signature
-
-    @property
-    def oracle(self) -> Callable[..., Any]:
-        return self.layer_oracle or getattr(oracles, self.stem)
+        return "reduction" in self.hyperparameters
 
     @property
     def numbers(self) -> list[str]:
         """Hyperparameters whose default is a float."""
-        return re.findall(r"(\w+)=(?:\d+\.\d+|\d+e-\d+)", self.signature)
+        return [name for name, default in self.hyperparameters.items() if type(default) is float]
 
     @property
     def refused(self) -> list[tuple[str, Any]]:
         """Hyperparameters that must be refused."""
-        names = [name for name in REFUSED if f" {name}=" in self.signature]
-        return [
-            *((name, float("nan")) for name in self.numbers),
-            *((name, value) for name in names for value in REFUSED[name]),
-            *self.bad,
-        ]
+        tables = dict.fromkeys(self.numbers, (float("nan"),)), REFUSED, self.bad
+        pairs = [(n, value) for table in tables for n, values in table.items() for value in values]
+        return [(name, value) for name, value in pairs if name in self.hyperparameters]
+
+
+def by_stem(*losses: Loss) -> dict[str, Loss]:
+    return {loss.stem: loss for loss in losses}
 
 
 def weigh(*outputs: Any) -> Any:
     """A layer's outputs as one number, to which no two of the last dimension give alike."""
     tensors = [torch.as_tensor(x) for x in outputs]
     weights = torch.linspace(0.5, 1.5, tensors[0].shape[-1], dtype=torch.float64)
-    return sum(
-        (n * x * weights.to(x.device, x.dtype)).sum() for n, x in enumerate(tensors, start=1)
-    )
+    weighed = [x * weights.to(x.device, x.dtype) for x in tensors]
+    return sum(n * x.sum() for n, x in enumerate(weighed, start=1))
 
 
 REFUSED = {  # by every loss that has the hyperparameter
@@ -104,194 +110,131 @@ REFUSED = {  # by every loss that has the hyperparameter
     "temperature": (0.0, -1.0, float("inf"), 10**400, "0.07", None, torch.ones(1), torch.ones(2)),
 }
 
-LOSSES = {
-    loss.stem: loss
-    for loss in (
-        Loss(
-            "info_nce",
-            "InfoNCELoss",
-            "(anchor, positive, negative=None, *, temperature=0.07, similarity='cosine', "
-            "symmetric=False, in_batch=True, negatives_from=('document',), positive_ids=None, "
-            "positive_mask=None, candidate_mask=None, false_negative_margin=None, "
-            "false_negative_ratio=None, decoupled=False, gather=False, impl='auto', "
-            "reduction='mean')",
-            {
-                "anchor": "B D, grad, private, csr",
-                "positive": "B D, grad, csr",
-                "negative": "N D or B N D, grad, private, csr",
-                "positive_ids": "B",
-                "positive_mask": "B B, mask, void 0",
-                "candidate_mask": "B B, mask, void 0",  # and a column a negative
-            },
-            bad=(
-                ("similarity", "euclidean"),
-                ("symmetric", "False"),
-                ("decoupled", None),
-                ("negatives_from", "document"),
-                ("negatives_from", ("query",)),
-                ("negatives_from", ("document", "passage")),
-                ("false_negative_margin", float("inf")),
-                ("false_negative_margin", "0.1"),
-                ("false_negative_ratio", -0.1),
-            ),
-            implementations=("direct", "blocks", "nonzeros"),
-        ),
-        Loss(
-            "info_nce_from_scores",
-            "InfoNCEFromScoresLoss",
-            "(scores, positive_mask, *, candidate_mask=None, temperature=1.0, decoupled=False, "
-            "gather=False, reduction='mean')",
-            {
-                "scores": "B C, grad, private",
-                "positive_mask": "B C, mask, void 0",
-                "candidate_mask": "B C, mask",
-            },
-            function="info_nce_from_scores",
-        ),
-        Loss(
-            "n_pair",
-            "NPairLoss",
-            "(anchor, positive, negative=None, *, gather=False, reduction='mean')",
-            {
-                "anchor": "B D, grad, csr",
-                "positive": "B D, grad, csr",
-                "negative": "N D or B N D, grad, csr",
-            },
-        ),
-        Loss(
-            "pairwise_contrastive",
-            "PairwiseContrastiveLoss",
-            "(x1, x2, same, *, margin=1.0, gather=False, reduction='mean')",
-            {"x1": "B D, grad", "x2": "B D, grad", "same": "B, mask"},
-            bad=(("margin", "1"),),
-        ),
-        Loss(
-            "triplet_margin",
-            "TripletMarginLoss",
-            "(anchor, positive, negative, *, candidate_mask=None, margin=0.3, "
-            "similarity='cosine', gather=False, reduction='mean')",
-            {
-                "anchor": "B D, grad, private",
-                "positive": "B D, grad, private",
-                "negative": "B D or B N D, grad, private",
-                "candidate_mask": "B N, mask, void 0",
-            },
-        ),
-        Loss(
-            "self_reconstruction",
-            "SelfReconstructionLoss",
-            "(activations, input_ids, attention_mask, *, ignore_token_ids=None, balanced=False, "
-            "gather=False, reduction='mean')",
-            {"activations": "B V, grad", "input_ids": "B S", "attention_mask": "B S, mask"},
-            bad=(("balanced", 1),),
-        ),
-        Loss(
-            "positive_activation",
-            "PositiveActivationLoss",
-            "(activations, positive_input_ids, positive_attention_mask, token_weight=None, *, "
-            "saturating=False, ignore_token_ids=None, gather=False, reduction='mean')",
-            {
-                "activations": "B V, grad, private, csr",
-                "positive_input_ids": "B S",
-                "positive_attention_mask": "B S, mask, void 0",
-                "token_weight": "V, buffer",
-            },
-            bad=(("saturating", 1),),
-        ),
-        Loss(
-            "flops",
-            "FlopsLoss",
-            "(activations, token_weight=None, *, estimator='biased', threshold=None, gather=False)",
-            {"activations": "B V, grad, csr", "token_weight": "V, buffer"},
-            bad=(("threshold", -1), ("threshold", "5"), ("threshold", float("nan"))),
-        ),
-        Loss(
-            "idf_flops",
-            "IdfFlopsLoss",
-            "(activations, token_penalty, *, beta=0.3, estimator='biased', threshold=None, "
-            "gather=False)",
-            {"activations": "B V, grad, csr", "token_penalty": "V, buffer"},
-            bad=(("threshold", -1),),
-        ),
-        Loss(
-            "min_activation",
-            "MinActivationLoss",
-            "(activations, token_counts=None, *, top_k=5, threshold=0.5, "
-            "gather=False, reduction='mean')",
-            {"activations": "B V, grad, private, csr", "token_counts": "B, void 0"},
-            bad=(("top_k", 0), ("top_k", -1), ("top_k", 2.5), ("top_k", V + 1)),
-        ),
-        Loss(
-            "language_penalty",
-            "LanguagePenaltyLoss",
-            "(activations, token_penalty, *, gather=False, reduction='mean')",
-            {"activations": "B V, grad, csr", "token_penalty": "V, buffer"},
-        ),
-        Loss(
-            "distillation",
-            "DistillationLoss",
-            "(student_scores, teacher_scores, *, temperature=3.0, alpha_kl=0.7, alpha_mse=0.3, "
-            "standardize='batch', candidate_mask=None, gather=False)",
-            {
-                "student_scores": "B C, grad, private",
-                "teacher_scores": "B C, private",
-                "candidate_mask": "B C, mask, void 0",
-            },
-            bad=(("standardize", "column"), ("alpha_kl", -1.0), ("alpha_mse", -1.0)),
-        ),
-        Loss(
-            "margin_mse",
-            "MarginMSELoss",
-            "(student_positive, student_negative, teacher_positive, teacher_negative, *, "
-            "candidate_mask=None, gather=False, reduction='mean')",
-            {
-                "student_positive": "B, grad, private",
-                "student_negative": "B or B N, grad, private",
-                "teacher_positive": "B, void -inf",
-                "teacher_negative": "B or B N, private",
-                "candidate_mask": "B or B N, mask",
-            },
-        ),
-        Loss(
-            "ranknet",
-            "RankNetLoss",
-            "(student_scores, teacher_scores, *, candidate_mask=None, temperature=1.0, "
-            "gather=False, reduction='mean')",
-            {
-                "student_scores": "B C, grad, private",
-                "teacher_scores": "B C, private",
-                "candidate_mask": "B C, mask, void 0",
-            },
-        ),
-        Loss(
-            "masked_logit_mse",
-            "MaskedLogitMSELoss",
-            "(student_logits, teacher_logits, *, threshold=0.0, gather=False, reduction='mean')",
-            {"student_logits": "B V, grad, private", "teacher_logits": "B V, private"},
-        ),
-        Loss(
-            "nws",
-            "NWSLoss",
-            "(query, query_labels, prototype, label_similarity, *, key=None, key_labels=None, "
-            "queue=None, queue_labels=None, queue_mask=None, alpha=1.0, beta=1.0, "
-            "temperature=0.07, aggregation='mean', decoupled=True, eps=1e-08, "
-            "gather=False, impl='auto', reduction='mean')",
-            {
-                "query": "B D, grad, private",
-                "query_labels": "B L, mask, void 0",
-                "prototype": "L D, grad",
-                "label_similarity": "L L, buffer",
-                "key": "K D",
-                "key_labels": "K L, mask",
-                "queue": "Q D",
-                "queue_labels": "Q L, mask",
-                "queue_mask": "Q, mask",
-            },
-            bad=(("aggregation", "sum"), ("alpha", -1.0), ("beta", -1.0), ("eps", -1e-8)),
-            implementations=("direct",),
-        ),
-    )
-}
+LOSSES = by_stem(
+    Loss(
+        "info_nce: InfoNCELoss",
+        anchor="B D, grad, private, csr",
+        positive="B D, grad, csr",
+        negative="N D or B N D, grad, private, csr",
+        positive_ids="B",
+        positive_mask="B B, mask, void 0",
+        candidate_mask="B B, mask, void 0",  # and a column a negative
+        bad={
+            "similarity": ("euclidean",),
+            "symmetric": ("False",),
+            "decoupled": (None,),
+            "negatives_from": ("document", ("query",), ("document", "passage")),
+            "false_negative_margin": (float("inf"), "0.1"),
+            "false_negative_ratio": (-0.1,),
+        },
+        implementations=("direct", "blocks", "nonzeros"),
+    ),
+    Loss(
+        "info_nce_from_scores: InfoNCEFromScoresLoss",
+        scores="B C, grad, private",
+        positive_mask="B C, mask, void 0",
+        candidate_mask="B C, mask",
+        function="info_nce_from_scores",
+    ),
+    Loss(
+        "n_pair: NPairLoss",
+        anchor="B D, grad, csr",
+        positive="B D, grad, csr",
+        negative="N D or B N D, grad, csr",
+    ),
+    Loss(
+        "pairwise_contrastive: PairwiseContrastiveLoss",
+        x1="B D, grad",
+        x2="B D, grad",
+        same="B, mask",
+        bad={"margin": ("1",)},
+    ),
+    Loss(
+        "triplet_margin: TripletMarginLoss",
+        anchor="B D, grad, private",
+        positive="B D, grad, private",
+        negative="B D or B N D, grad, private",
+        candidate_mask="B N, mask, void 0",
+    ),
+    Loss(
+        "self_reconstruction: SelfReconstructionLoss",
+        activations="B V, grad",
+        input_ids="B S",
+        attention_mask="B S, mask",
+        bad={"balanced": (1,)},
+    ),
+    Loss(
+        "positive_activation: PositiveActivationLoss",
+        activations="B V, grad, private, csr",
+        positive_input_ids="B S",
+        positive_attention_mask="B S, mask, void 0",
+        token_weight="V, buffer",
+        bad={"saturating": (1,)},
+    ),
+    Loss(
+        "flops: FlopsLoss",
+        activations="B V, grad, csr",
+        token_weight="V, buffer",
+        bad={"threshold": (-1, "5", float("nan"))},
+    ),
+    Loss(
+        "idf_flops: IdfFlopsLoss",
+        activations="B V, grad, csr",
+        token_penalty="V, buffer",
+        bad={"threshold": (-1,)},
+    ),
+    Loss(
+        "min_activation: MinActivationLoss",
+        activations="B V, grad, private, csr",
+        token_counts="B, void 0",
+        bad={"top_k": (0, -1, 2.5, V + 1)},
+    ),
+    Loss(
+        "language_penalty: LanguagePenaltyLoss",
+        activations="B V, grad, csr",
+        token_penalty="V, buffer",
+    ),
+    Loss(
+        "distillation: DistillationLoss",
+        student_scores="B C, grad, private",
+        teacher_scores="B C, private",
+        candidate_mask="B C, mask, void 0",
+        bad={"standardize": ("column",), "alpha_kl": (-1.0,), "alpha_mse": (-1.0,)},
+    ),
+    Loss(
+        "margin_mse: MarginMSELoss",
+        student_positive="B, grad, private",
+        student_negative="B or B N, grad, private",
+        teacher_positive="B, void -inf",
+        teacher_negative="B or B N, private",
+        candidate_mask="B or B N, mask",
+    ),
+    Loss(
+        "ranknet: RankNetLoss",
+        student_scores="B C, grad, private",
+        teacher_scores="B C, private",
+        candidate_mask="B C, mask, void 0",
+    ),
+    Loss(
+        "masked_logit_mse: MaskedLogitMSELoss",
+        student_logits="B V, grad, private",
+        teacher_logits="B V, private",
+    ),
+    Loss(
+        "nws: NWSLoss",
+        query="B D, grad, private",
+        query_labels="B L, mask, void 0",
+        prototype="L D, grad",
+        label_similarity="L L, buffer",
+        key="K D",
+        key_labels="K L, mask",
+        queue="Q D",
+        queue_labels="Q L, mask",
+        queue_mask="Q, mask",
+        bad={"aggregation": ("sum",), "alpha": (-1.0,), "beta": (-1.0,), "eps": (-1e-8,)},
+        implementations=("direct",),
+    ),
+)
 
 
 def _pooled(logits: Any, attention_mask: Any, return_logits: bool = False, **options: Any) -> float:
@@ -313,18 +256,19 @@ def _headed(
     return weigh(*outputs, *([logits] if return_logits else [])).item()
 
 
-OBJECTIVE = {
-    "info_nce": 1.0,
-    "distillation": 0.5,
-    "context_distillation": 0.4,
-    "query_flops": 0.3,
-    "document_flops": 0.7,
-    "query_min_activation": 0.2,
-    "document_self_reconstruction": 0.6,
-    "query_positive_activation": 0.8,
-    "document_language_penalty": 0.1,
+OBJECTIVE = {  # of each term the weight, its builder, and the side that this takes
+    "info_nce": (1.0, "info_nce"),
+    "distillation": (0.5, "distillation"),
+    "context_distillation": (0.4, "context_distillation"),
+    "query_flops": (0.3, "flops", "query"),
+    "document_flops": (0.7, "flops", "document"),
+    "query_min_activation": (0.2, "min_activation", "query"),
+    "document_self_reconstruction": (0.6, "self_reconstruction", "document"),
+    "query_positive_activation": (0.8, "positive_activation", "query"),
+    "document_language_penalty": (0.1, "language_penalty", "document"),
+    "triplet_margin": (0.9, "triplet_margin"),  # these two of own negatives
+    "margin_mse": (0.35, "margin_mse"),
 }
-OWN_NEGATIVES = {"triplet_margin": 0.9, "margin_mse": 0.35}
 
 
 def _objective_of(
@@ -334,22 +278,13 @@ def _objective_of(
     import sparse_losses as s
     from sparse_losses.objective import terms
 
-    penalised = terms.language_penalty("document", s.LanguagePenaltyLoss(penalty))
-    built = {
-        "info_nce": terms.info_nce(),
-        "distillation": terms.distillation(),
-        "context_distillation": terms.context_distillation(),
-        "query_flops": terms.flops("query"),
-        "document_flops": terms.flops("document"),
-        "query_min_activation": terms.min_activation("query"),
-        "document_self_reconstruction": terms.self_reconstruction("document"),
-        "query_positive_activation": terms.positive_activation("query"),
-        "document_language_penalty": penalised,
-        "triplet_margin": terms.triplet_margin(),
-        "margin_mse": terms.margin_mse(),
-    }
-    weights = OBJECTIVE | (OWN_NEGATIVES if negative is not None else {})
-    objective = s.SpladeObjective({name: (weights[name], built[name]) for name in weights})
+    built = {}
+    for name, (weight, builder, *given) in OBJECTIVE.items():
+        if builder == "language_penalty":
+            given.append(s.LanguagePenaltyLoss(penalty))
+        if negative is not None or builder not in ("triplet_margin", "margin_mse"):
+            built[name] = (weight, getattr(terms, builder)(*given))
+    objective = s.SpladeObjective(built)
     own = None
     if negative is not None:  # its tokens are the positives' here: [B, 1, S]
         shape = (-1, negative.shape[1], -1)
@@ -396,72 +331,51 @@ def _objective_oracle(
         terms["triplet_margin"] = mean(oracles.triplet_margin(query, document, negative))
         sides = [(x.diagonal(), x[:, len(query) :]) for x in (scores, teacher)]
         terms["margin_mse"] = mean(oracles.margin_mse(*sides[0], *sides[1]))
-    weights = OBJECTIVE | OWN_NEGATIVES
-    return sum(weights[name] * value for name, value in terms.items())
+    return sum(OBJECTIVE[name][0] * value for name, value in terms.items())
 
 
 LOGITS = {"logits": "B S V, grad, private", "attention_mask": "B S, mask, void 0"}
 
 # They return a vector a text, or a number a token, and have no module of that name.
-LAYERS = {
-    layer.stem: layer
-    for layer in (
-        Loss(
-            "splade_pool",
-            "",
-            "(logits, attention_mask, *, activation='relu', softcap=None, threshold=None, "
-            "return_logits=False, impl='auto')",
-            LOGITS,
-            implementations=("nonzeros",),
-            function="splade_pool",
-            layer_oracle=_pooled,
-        ),
-        Loss(
-            "token_weights",
-            "",
-            "(logits, attention_mask)",
-            LOGITS,
-            function="token_weights",
-            layer_oracle=lambda *args, **arrays: weigh(
-                oracles.token_weights(*args, **arrays)
-            ).item(),
-        ),
-        Loss(
-            "splade_head",
-            "",
-            "(hidden, weight, bias=None, attention_mask=None, *, gate=None, activation='relu', "
-            "softcap=None, threshold=None, return_logits=False, layout=torch.strided, "
-            "sparse_grad=False, impl='auto')",
-            {
-                "hidden": "B S D, grad, private",
-                "weight": "V D, grad",
-                "bias": "V, grad",
-                "attention_mask": "B S, mask, void 0",
-                "gate": "B V, grad",
-            },
-            implementations=("packed", "tiles"),
-            function="splade_head",
-            layer_oracle=_headed,
-        ),
-        Loss(
-            "objective",
-            "",
-            "",
-            {
-                "query": "B V, grad",
-                "document": "B V, grad",
-                "document_ids": "B S",
-                "document_mask": "B S, mask",
-                "teacher": "B B",  # with negatives [B, B + N]
-                "context": "B B",
-                "penalty": "V",
-                "negative": "B N V, grad",
-            },
-            layer_oracle=_objective_oracle,
-            call=_objective_of,
-        ),
-    )
-}
+LAYERS = by_stem(
+    Loss(
+        "splade_pool",
+        **LOGITS,
+        implementations=("nonzeros",),
+        function="splade_pool",
+        layer_oracle=_pooled,
+    ),
+    Loss(
+        "token_weights",
+        **LOGITS,
+        function="token_weights",
+        layer_oracle=lambda *args, **arrays: weigh(oracles.token_weights(*args, **arrays)).item(),
+    ),
+    Loss(
+        "splade_head",
+        hidden="B S D, grad, private",
+        weight="V D, grad",
+        bias="V, grad",
+        attention_mask="B S, mask, void 0",
+        gate="B V, grad",
+        implementations=("packed", "tiles"),
+        function="splade_head",
+        layer_oracle=_headed,
+    ),
+    Loss(
+        "objective",
+        query="B V, grad",
+        document="B V, grad",
+        document_ids="B S",
+        document_mask="B S, mask",
+        teacher="B B",  # with negatives [B, B + N]
+        context="B B",
+        penalty="V",
+        negative="B N V, grad",
+        layer_oracle=_objective_oracle,
+        call=_objective_of,
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -470,7 +384,7 @@ class Case:
 
     stem: str
     name: str
-    make: Callable[[np.random.Generator, int], Arrays]
+    make: Callable[[Rng, int], Arrays]
     kwargs: dict[str, Any] = field(default_factory=dict)
     not_private: tuple[str, ...] = ()  # in this call
     implementations: tuple[str, ...] | None = None  # that support the call; by default all
@@ -629,41 +543,37 @@ def to_arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
     return arrays
 
 
-# ------------------------------------------------------------------------------------------------
-# Factories
+# Factories ----------------------------------------------------------------------------------------
 
 
-def _pairs(
-    negative: str | None = None, ids: bool = False, mask: bool = False, candidates: bool = False
-):
-    def make(rng: np.random.Generator, batch: int) -> Arrays:
-        arrays = {"anchor": rng.normal(size=(batch, D)), "positive": rng.normal(size=(batch, D))}
-        if negative == "shared":
-            arrays["negative"] = rng.normal(size=(N, D))
-        if negative == "per_row":
-            arrays["negative"] = rng.normal(size=(batch, N, D))
-        if negative == "row":
-            arrays["negative"] = rng.normal(size=(batch, D))
-        if negative == "ragged":
-            arrays["negative"] = rng.normal(size=(batch, N, D))
-            arrays["candidate_mask"] = np.arange(N) <= np.arange(batch)[:, None]
-        if ids:
-            arrays["positive_ids"] = np.arange(batch) // 2 * 7  # rows 0 and 1 share one, 2 and 3
-        if mask:
-            some = rng.random((batch, batch)) < 0.3
-            arrays["positive_mask"] = some | np.roll(np.eye(batch, dtype=bool), 1, axis=1)
-        if candidates:  # a row keeps its positive and a key of another id
-            width = batch + (N if negative else 0)
-            own = np.eye(batch, width, dtype=bool)
-            kept = own | np.roll(own, 2, axis=0) | (rng.random((batch, width)) < 0.6)
-            kept[:1, batch:] = True  # every negative is a candidate somewhere
-            arrays["candidate_mask"] = kept
-        return arrays
-
-    return make
+def _factory(make: Callable[..., Arrays]) -> Callable[..., Callable[..., Arrays]]:
+    """Take the options now, the generator and the batch size later."""
+    return lambda *options, **named: lambda rng, batch: make(rng, batch, *options, **named)
 
 
-def _same(rng: np.random.Generator, batch: int) -> Arrays:
+@_factory
+def _pairs(rng: Rng, batch: int, negative=None, ids=False, mask=False, candidates=False) -> Arrays:
+    arrays = {"anchor": rng.normal(size=(batch, D)), "positive": rng.normal(size=(batch, D))}
+    if negative:
+        shapes = {"shared": (N, D), "row": (batch, D)}
+        arrays["negative"] = rng.normal(size=shapes.get(negative, (batch, N, D)))
+    if negative == "ragged":
+        arrays["candidate_mask"] = np.arange(N) <= np.arange(batch)[:, None]
+    if ids:
+        arrays["positive_ids"] = np.arange(batch) // 2 * 7  # rows 0 and 1 share one, 2 and 3
+    if mask:
+        some = rng.random((batch, batch)) < 0.3
+        arrays["positive_mask"] = some | np.roll(np.eye(batch, dtype=bool), 1, axis=1)
+    if candidates:  # a row keeps its positive and a key of another id
+        width = batch + (N if negative else 0)
+        own = np.eye(batch, width, dtype=bool)
+        kept = own | np.roll(own, 2, axis=0) | (rng.random((batch, width)) < 0.6)
+        kept[:1, batch:] = True  # every negative is a candidate somewhere
+        arrays["candidate_mask"] = kept
+    return arrays
+
+
+def _same(rng: Rng, batch: int) -> Arrays:
     return {
         "x1": rng.normal(size=(batch, D)),
         "x2": rng.normal(size=(batch, D)),
@@ -671,102 +581,94 @@ def _same(rng: np.random.Generator, batch: int) -> Arrays:
     }
 
 
-def _labels(rng: np.random.Generator, rows: int) -> np.ndarray:
+def _labels(rng: Rng, rows: int) -> np.ndarray:
     """Return multi-hot labels, every row with at least one."""
     labels = rng.random((rows, L)) < 0.4
     labels[np.arange(rows), rng.integers(0, L, rows)] = True
     return labels.astype(np.int64)
 
 
-def _nws(key: bool = False, queue: bool = False, mask: bool = False, similar: bool = True):
-    def make(rng: np.random.Generator, batch: int) -> Arrays:
-        arrays: Arrays = {
-            "query": rng.normal(size=(batch, D)),
-            "query_labels": _labels(rng, batch),
-            "prototype": rng.normal(size=(L, D)),
-            "label_similarity": None,
-        }
-        if batch:
-            arrays["query_labels"][0] = [1, 0, 0, 0]  # room for negatives
-        if similar:
-            half = rng.random((L, L))
-            arrays["label_similarity"] = (half + half.T) / 2
-            np.fill_diagonal(arrays["label_similarity"], 1.0)
-        if key:
-            arrays["key"] = rng.normal(size=(5, D))
-            arrays["key_labels"] = _labels(rng, 5)
-            arrays["key_labels"][4] = 0
-        if queue:
-            arrays["queue"] = rng.normal(size=(6, D))
-            arrays["queue_labels"] = _labels(rng, 6)
-            arrays["queue_labels"][1] = [0, 1, 0, 0]
-        if mask:
-            arrays["queue_mask"] = np.array([1, 1, 0, 1, 0, 1], dtype=bool)
-        return arrays
-
-    return make
+@_factory
+def _nws(rng: Rng, batch: int, key=False, queue=False, mask=False, similar=True) -> Arrays:
+    arrays: Arrays = {
+        "query": rng.normal(size=(batch, D)),
+        "query_labels": _labels(rng, batch),
+        "prototype": rng.normal(size=(L, D)),
+        "label_similarity": None,
+    }
+    if batch:
+        arrays["query_labels"][0] = [1, 0, 0, 0]  # room for negatives
+    if similar:
+        half = rng.random((L, L))
+        arrays["label_similarity"] = (half + half.T) / 2
+        np.fill_diagonal(arrays["label_similarity"], 1.0)
+    if key:
+        arrays["key"] = rng.normal(size=(5, D))
+        arrays["key_labels"] = _labels(rng, 5)
+        arrays["key_labels"][4] = 0
+    if queue:
+        arrays["queue"] = rng.normal(size=(6, D))
+        arrays["queue_labels"] = _labels(rng, 6)
+        arrays["queue_labels"][1] = [0, 1, 0, 0]
+    if mask:
+        arrays["queue_mask"] = np.array([1, 1, 0, 1, 0, 1], dtype=bool)
+    return arrays
 
 
+@_factory
 def _activations(
-    penalty: bool = False, counts: bool = False, signed: bool = False, weight: bool = False
-):
-    def make(rng: np.random.Generator, batch: int) -> Arrays:
-        values = rng.normal(size=(batch, V))
-        if not signed:  # sparse, but no column and no top of a row is all zero: there are kinks
-            active = rng.random((batch, V)) < 0.8
-            active[:2] = True
-            values = np.log1p(np.abs(values)) * active
-        arrays = {"activations": values}
-        if penalty:
-            arrays["token_penalty"] = rng.random(V) * 3
-        if counts:
-            arrays["token_counts"] = np.arange(batch) + 1
-        if weight:
-            arrays["token_weight"] = rng.random(V) * 2
-        return arrays
-
-    return make
+    rng: Rng, batch: int, penalty=False, counts=False, signed=False, weight=False
+) -> Arrays:
+    values = rng.normal(size=(batch, V))
+    if not signed:  # sparse, but no column and no top of a row is all zero: there are kinks
+        active = rng.random((batch, V)) < 0.8
+        active[:2] = True
+        values = np.log1p(np.abs(values)) * active
+    arrays = {"activations": values}
+    if penalty:
+        arrays["token_penalty"] = rng.random(V) * 3
+    if counts:
+        arrays["token_counts"] = np.arange(batch) + 1
+    if weight:
+        arrays["token_weight"] = rng.random(V) * 2
+    return arrays
 
 
-def _tokens(prefix: str = "", weight: bool = False):
-    def make(rng: np.random.Generator, batch: int) -> Arrays:
-        ids = rng.integers(0, V, size=(batch, S))
-        mask = np.ones((batch, S), dtype=np.int64)
-        for i in range(batch):
-            mask[i, S - i % 3 :] = 0
-        ids[:, 1] = ids[:, 0]  # a token that appears twice counts once
-        ids[mask == 0] = -100
-        arrays = {
-            "activations": rng.normal(size=(batch, V)),
-            f"{prefix}input_ids": ids,
-            f"{prefix}attention_mask": mask,
-        }
-        if weight:
-            arrays["token_weight"] = rng.random(V) + 0.1
-        return arrays
-
-    return make
+@_factory
+def _tokens(rng: Rng, batch: int, prefix="", weight=False) -> Arrays:
+    ids = rng.integers(0, V, size=(batch, S))
+    mask = np.ones((batch, S), dtype=np.int64)
+    for i in range(batch):
+        mask[i, S - i % 3 :] = 0
+    ids[:, 1] = ids[:, 0]  # a token that appears twice counts once
+    ids[mask == 0] = -100
+    arrays = {
+        "activations": rng.normal(size=(batch, V)),
+        f"{prefix}input_ids": ids,
+        f"{prefix}attention_mask": mask,
+    }
+    if weight:
+        arrays["token_weight"] = rng.random(V) + 0.1
+    return arrays
 
 
-def _scores(mask: bool = False, infinite: bool = False):
-    def make(rng: np.random.Generator, batch: int) -> Arrays:
-        arrays = {
-            "student_scores": rng.normal(size=(batch, C)) * 3,
-            "teacher_scores": rng.normal(size=(batch, C)) * 3,
-        }
-        if mask:
-            arrays["candidate_mask"] = np.ones((batch, C), dtype=bool)
-            arrays["candidate_mask"][1:2, 2] = False
-            arrays["candidate_mask"][2:3, :3] = False
-        if infinite:
-            arrays["teacher_scores"][:1, 1] = -np.inf
-            arrays["teacher_scores"][3:4] = -np.inf
-        return arrays
-
-    return make
+@_factory
+def _scores(rng: Rng, batch: int, mask=False, infinite=False) -> Arrays:
+    arrays = {
+        "student_scores": rng.normal(size=(batch, C)) * 3,
+        "teacher_scores": rng.normal(size=(batch, C)) * 3,
+    }
+    if mask:
+        arrays["candidate_mask"] = np.ones((batch, C), dtype=bool)
+        arrays["candidate_mask"][1:2, 2] = False
+        arrays["candidate_mask"][2:3, :3] = False
+    if infinite:
+        arrays["teacher_scores"][:1, 1] = -np.inf
+        arrays["teacher_scores"][3:4] = -np.inf
+    return arrays
 
 
-def _two_logits(rng: np.random.Generator, batch: int) -> Arrays:
+def _two_logits(rng: Rng, batch: int) -> Arrays:
     logits = {f"{whose}_logits": rng.normal(size=(batch, V)) for whose in ("student", "teacher")}
     for x in logits.values():
         x[3:4] = -np.abs(x[3:4])  # a row that neither activates
@@ -774,79 +676,70 @@ def _two_logits(rng: np.random.Generator, batch: int) -> Arrays:
     return logits
 
 
-def _score_table(candidates: bool = False, several: bool = False):
-    def make(rng: np.random.Generator, batch: int) -> Arrays:
-        arrays: Arrays = {"scores": rng.normal(size=(batch, C)) * 3}
-        arrays["positive_mask"] = np.eye(batch, C, dtype=bool)
-        if several:
-            arrays["positive_mask"] |= rng.random((batch, C)) < 0.3
-        if candidates:
-            arrays["candidate_mask"] = arrays["positive_mask"] | (rng.random((batch, C)) < 0.7)
-        return arrays
-
-    return make
+@_factory
+def _score_table(rng: Rng, batch: int, candidates=False, several=False) -> Arrays:
+    arrays: Arrays = {"scores": rng.normal(size=(batch, C)) * 3}
+    arrays["positive_mask"] = np.eye(batch, C, dtype=bool)
+    if several:
+        arrays["positive_mask"] |= rng.random((batch, C)) < 0.3
+    if candidates:
+        arrays["candidate_mask"] = arrays["positive_mask"] | (rng.random((batch, C)) < 0.7)
+    return arrays
 
 
-def _margins(infinite: bool = False, several: bool = False, mask: bool = False):
-    def make(rng: np.random.Generator, batch: int) -> Arrays:
-        arrays = {}
-        for whose, which in itertools.product(("student", "teacher"), ("positive", "negative")):
-            is_list = several and which == "negative"
-            arrays[f"{whose}_{which}"] = rng.normal(size=(batch, N) if is_list else batch)
-        if infinite:
-            arrays["teacher_negative"][:1] = -np.inf
-        if mask:
-            arrays["candidate_mask"] = np.arange(N) <= np.arange(batch)[:, None]
-            arrays["teacher_negative"][2:3, 1] = -np.inf
-        return arrays
-
-    return make
+@_factory
+def _margins(rng: Rng, batch: int, infinite=False, several=False, mask=False) -> Arrays:
+    arrays = {}
+    for whose, which in itertools.product(("student", "teacher"), ("positive", "negative")):
+        is_list = several and which == "negative"
+        arrays[f"{whose}_{which}"] = rng.normal(size=(batch, N) if is_list else batch)
+    if infinite:
+        arrays["teacher_negative"][:1] = -np.inf
+    if mask:
+        arrays["candidate_mask"] = np.arange(N) <= np.arange(batch)[:, None]
+        arrays["teacher_negative"][2:3, 1] = -np.inf
+    return arrays
 
 
-def _logits(rng: np.random.Generator, batch: int) -> Arrays:
+def _logits(rng: Rng, batch: int) -> Arrays:
     mask = rng.random((batch, S)) < 0.7
     mask[:, 1] = True
     return {"logits": rng.normal(size=(batch, S, V)) * 2, "attention_mask": mask}
 
 
-def _hidden(bias: bool = False, mask: bool = False, gate: bool = False):
-    def make(rng: np.random.Generator, batch: int) -> Arrays:
-        arrays = {"hidden": rng.normal(size=(batch, S, D)), "weight": rng.normal(size=(V, D))}
-        if bias:
-            arrays["bias"] = rng.normal(size=V)
-        if mask:
-            arrays["attention_mask"] = rng.random((batch, S)) < 0.7
-            arrays["attention_mask"][:, 1] = True
-        if gate:
-            arrays["gate"] = rng.random((batch, V))
-        return arrays
-
-    return make
+@_factory
+def _hidden(rng: Rng, batch: int, bias=False, mask=False, gate=False) -> Arrays:
+    arrays = {"hidden": rng.normal(size=(batch, S, D)), "weight": rng.normal(size=(V, D))}
+    if bias:
+        arrays["bias"] = rng.normal(size=V)
+    if mask:
+        arrays["attention_mask"] = rng.random((batch, S)) < 0.7
+        arrays["attention_mask"][:, 1] = True
+    if gate:
+        arrays["gate"] = rng.random((batch, V))
+    return arrays
 
 
-def _objective(negative: bool = False):
-    def make(rng: np.random.Generator, batch: int) -> Arrays:
-        arrays = _tokens("document_")(rng, batch)
-        del arrays["activations"]
-        arrays = {
-            "query": rng.random((batch, V)),
-            "document": rng.random((batch, V)),
-            "document_ids": arrays["document_input_ids"],
-            "document_mask": arrays["document_attention_mask"],
-            "teacher": rng.normal(size=(batch, batch)),
-            "context": rng.normal(size=(batch, batch)),
-            "penalty": rng.random(V),
-        }
-        if negative:
-            arrays["negative"] = rng.random((batch, 2, V))
-            arrays["teacher"] = rng.normal(size=(batch, batch + 2))
-        return arrays
-
-    return make
+@_factory
+def _objective(rng: Rng, batch: int, negative=False) -> Arrays:
+    arrays = _tokens("document_")(rng, batch)
+    del arrays["activations"]
+    arrays = {
+        "query": rng.random((batch, V)),
+        "document": rng.random((batch, V)),
+        "document_ids": arrays["document_input_ids"],
+        "document_mask": arrays["document_attention_mask"],
+        "teacher": rng.normal(size=(batch, batch)),
+        "context": rng.normal(size=(batch, batch)),
+        "penalty": rng.random(V),
+    }
+    if negative:
+        arrays["negative"] = rng.random((batch, 2, V))
+        arrays["teacher"] = rng.normal(size=(batch, batch + 2))
+    return arrays
 
 
-# ------------------------------------------------------------------------------------------------
-# The table
+# The table ----------------------------------------------------------------------------------------
 
 
 DENSE = ("direct", "blocks")  # those that support negatives per row

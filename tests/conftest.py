@@ -78,18 +78,8 @@ class _Compatibility:
             entry["outcome"] = report.outcome
 
     def pytest_sessionfinish(self):
-        versions = {}
-        for package in (
-            "torch",
-            "transformers",
-            "sentence-transformers",
-            "accelerate",
-            "lightning",
-        ):
-            try:
-                versions[package] = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                continue
+        names = "torch", "transformers", "sentence-transformers", "accelerate", "lightning"
+        versions = {name: importlib.metadata.version(name) for name in names}
         record = {"versions": versions, "tests": dict(sorted(self.outcomes.items()))}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

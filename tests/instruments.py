@@ -34,3 +34,15 @@ class Recorder(TorchDispatchMode):
             if tensor.numel() >= self.large and ((tensor == 0) | (tensor == 1)).all():
                 self.targets.add(str(func))
         return out
+
+
+def value_and_gradients(function, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return a function's value and its gradients by all of its arguments."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    value = function(*leaves)
+    return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+
+def in_double(function, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The same of the same numbers in float64."""
+    return value_and_gradients(function, *(x.double() for x in tensors))

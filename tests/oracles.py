@@ -61,8 +61,7 @@ def sim(a: np.ndarray, b: np.ndarray, kind: str) -> float:
     return math.fsum(a * b) / (math.sqrt(math.fsum(a * a)) * math.sqrt(math.fsum(b * b)))
 
 
-# ------------------------------------------------------------------------------------------------
-# Who belongs together
+# Who belongs together -----------------------------------------------------------------------------
 
 
 def _is_false_negative(score, largest_positive, margin, ratio) -> bool:
@@ -86,55 +85,6 @@ def false_negative_mask(scores, positive_mask=None, *, margin=None, ratio=None) 
     return kept
 
 
-def _info_nce_direction(
-    queries, keys, negative, positives, pairs, spare, *, options, blocks
-) -> list[float | None]:
-    """One direction: ``positives`` and ``pairs`` say which keys are positives and candidates.
-
-    A block holds more vectors of the batch: what a row is compared with besides, and by what.
-    """
-    t, kind, in_batch = options["temperature"], options["similarity"], options["in_batch"]
-    ids, margin, ratio = options["positive_ids"], options["margin"], options["ratio"]
-    batch = len(queries)
-    values: list[float | None] = []
-    for i in range(batch):
-        allowed = [
-            j
-            for j in (range(batch) if in_batch else [i])
-            if pairs is None or pairs[i][j if in_batch else 0]
-        ]
-        own = [j for j in allowed if (j == i if positives is None else positives[i][j])]
-        own_scores = [sim(queries[i], keys[j], kind) for j in own]
-        others = [
-            j
-            for j in allowed
-            if not (j == i if positives is None else positives[i][j])
-            and not (ids is not None and ids[i] == ids[j])
-        ]
-        scores = [sim(queries[i], keys[j], kind) for j in others]
-        for left, right in blocks:
-            scores += [sim(left[i], right[j], kind) for j in others if j != i]
-        negatives = [
-            s
-            for s in scores
-            if not own_scores or not _is_false_negative(s, max(own_scores), margin, ratio)
-        ]
-        if negative is not None:
-            for n, vector in enumerate(negative if np.ndim(negative) == 2 else negative[i]):
-                if spare is None or spare[i][n]:
-                    negatives.append(sim(queries[i], vector, kind))
-        if not own_scores or (options["decoupled"] and not negatives):
-            values.append(None)
-            continue
-        kept = negatives if options["decoupled"] else own_scores + negatives
-        candidates = [s / t for s in kept]
-        terms = [log_sum_exp(candidates) - s / t for s in own_scores]
-        if not options["decoupled"] and len(candidates) == 1:
-            terms = [0.0]
-        values.append(math.fsum(terms) / len(terms))
-    return values
-
-
 def info_nce(
     anchor,
     positive,
@@ -153,42 +103,54 @@ def info_nce(
     decoupled=False,
 ) -> Rows:
     """Minus log of the positive's share among the candidates."""
-    options = {
-        "temperature": temperature,
-        "similarity": similarity,
-        "in_batch": in_batch,
-        "positive_ids": positive_ids,
-        "margin": false_negative_margin,
-        "ratio": false_negative_ratio,
-        "decoupled": decoupled,
-    }
-    width = len(anchor) if in_batch else 1
-    pairs = spare = None
-    if candidate_mask is not None:
-        pairs, spare = np.asarray(candidate_mask)[:, :width], np.asarray(candidate_mask)[:, width:]
-    blocks = [(anchor, anchor)] * ("query" in negatives_from)
-    blocks += [(positive, positive)] * ("positive" in negatives_from)
-    forward = _info_nce_direction(
-        anchor, positive, negative, positive_mask, pairs, spare, options=options, blocks=blocks
-    )
+    batch, t = len(anchor), temperature
+
+    def is_positive(i, j) -> bool:
+        return i == j if positive_mask is None else bool(positive_mask[i][j])
+
+    def is_candidate(i, column) -> bool:
+        return candidate_mask is None or bool(candidate_mask[i][column])
+
+    def row(i, queries, keys, pair) -> float | None:
+        """One direction; ``pair(i, j)`` are row and column of query i and key j in the masks."""
+        if in_batch:
+            allowed = [j for j in range(batch) if is_candidate(*pair(i, j))]
+        else:
+            allowed = [i] if is_candidate(i, 0) else []
+        own = [j for j in allowed if is_positive(*pair(i, j))]
+        others = [j for j in allowed if j not in own]
+        if positive_ids is not None:
+            others = [j for j in others if positive_ids[i] != positive_ids[j]]
+        own_scores = [sim(queries[i], keys[j], similarity) for j in own]
+        scores = [sim(queries[i], keys[j], similarity) for j in others]
+        for source, x in (("query", anchor), ("positive", positive)):
+            if source in negatives_from:
+                scores += [sim(x[i], x[j], similarity) for j in others if j != i]
+        bounds = false_negative_margin, false_negative_ratio
+        negatives = [
+            s for s in scores if not own or not _is_false_negative(s, max(own_scores), *bounds)
+        ]
+        if negative is not None:
+            for n, vector in enumerate(negative if np.ndim(negative) == 2 else negative[i]):
+                if is_candidate(i, (batch if in_batch else 1) + n):
+                    negatives.append(sim(queries[i], vector, similarity))
+        if not own or (decoupled and not negatives):
+            return None
+        candidates = [s / t for s in (negatives if decoupled else own_scores + negatives)]
+        if not decoupled and len(candidates) == 1:
+            return 0.0
+        return math.fsum(log_sum_exp(candidates) - s / t for s in own_scores) / len(own)
+
+    forward = [row(i, anchor, positive, lambda i, j: (i, j)) for i in range(batch)]
     if not symmetric:
         return _rows(forward)
-    turned = None if positive_mask is None else np.asarray(positive_mask).T
-    if pairs is not None and in_batch:
-        pairs = pairs.T
-    backward = _info_nce_direction(
-        positive, anchor, negative, turned, pairs, spare, options=options, blocks=blocks
-    )
-    return _rows(
-        [
-            None if one is None or two is None else (one + two) / 2
-            for one, two in zip(forward, backward, strict=True)
-        ]
-    )
+    backward = [row(i, positive, anchor, lambda i, j: (j, i)) for i in range(batch)]
+    both = zip(forward, backward, strict=True)
+    return _rows([None if None in pair else sum(pair) / 2 for pair in both])
 
 
 def info_nce_from_scores(
-    scores, positive_mask, candidate_mask=None, *, temperature=1.0, decoupled=False
+    scores, positive_mask, *, candidate_mask=None, temperature=1.0, decoupled=False
 ) -> Rows:
     """The mean over a row's positives of minus log of their share."""
     values: list[float | None] = []
@@ -235,7 +197,7 @@ def pairwise_contrastive(x1, x2, same, *, margin=1.0) -> Rows:
 
 
 def triplet_margin(
-    anchor, positive, negative, candidate_mask=None, *, margin=0.3, similarity="cosine"
+    anchor, positive, negative, *, candidate_mask=None, margin=0.3, similarity="cosine"
 ) -> Rows:
     """The hinge on the similarity gap, averaged over the row's negatives that are there."""
     values: list[float | None] = []
@@ -253,7 +215,7 @@ def nws(
     query,
     query_labels,
     prototype,
-    label_similarity=None,
+    label_similarity,
     *,
     key=None,
     key_labels=None,
@@ -339,8 +301,7 @@ def nws(
     return _rows(values)
 
 
-# ------------------------------------------------------------------------------------------------
-# What the vector looks like
+# What the vector looks like -----------------------------------------------------------------------
 
 
 def _squared_means(activations, estimator) -> list[float]:
@@ -404,8 +365,7 @@ def language_penalty(activations, token_penalty) -> Rows:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# Which tokens it names
+# Which tokens it names ----------------------------------------------------------------------------
 
 
 def _attended(ids, mask, ignored) -> set[int]:
@@ -462,8 +422,7 @@ def positive_activation(
     return _rows(values)
 
 
-# ------------------------------------------------------------------------------------------------
-# What the teacher says
+# What the teacher says ----------------------------------------------------------------------------
 
 
 def _standardised(scores: list[float]) -> list[float]:
@@ -524,7 +483,7 @@ def distillation(
 
 
 def margin_mse(
-    student_positive, student_negative, teacher_positive, teacher_negative, candidate_mask=None
+    student_positive, student_negative, teacher_positive, teacher_negative, *, candidate_mask=None
 ) -> Rows:
     """The mean of ``((s+ - s-) - (t+ - t-))^2`` over the negatives of a row that are there."""
     rows: list[float | None] = []
@@ -563,8 +522,7 @@ def ranknet(student_scores, teacher_scores, *, candidate_mask=None, temperature=
     return _rows(rows)
 
 
-# ------------------------------------------------------------------------------------------------
-# From logits to sparse vectors
+# From logits to sparse vectors --------------------------------------------------------------------
 
 
 def capped(logit, softcap=None) -> float:

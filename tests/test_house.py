@@ -6,7 +6,6 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -48,11 +47,11 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imports(path: Path, nodes: Iterable[ast.AST]) -> set[str]:
-    """Return the absolute names of what nodes of a file import: modules, and names from them."""
+def imports(path: Path) -> set[str]:
+    """Return the absolute names of what a file imports: modules, and names from them."""
     found = set()
     package = ("sparse_losses", *path.relative_to(PACKAGE).parent.parts)
-    for node in nodes:
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -81,7 +80,7 @@ def rooms_of(names: set[str]) -> set[str]:
 def test_imports_run_one_way(path):
     here = room(path)
     assert here in FLOORS, f"say in tests/test_house.py on which floor {here} lies"
-    names = imports(path, ast.walk(parsed(path)))
+    names = imports(path)
     for there in rooms_of({n for n in names if n.split(".")[0] == "sparse_losses"}) - {here}:
         assert FLOORS[there] < FLOORS[here] or {here, there} in NEIGHBOURS, (here, there)
         if here == "losses":
@@ -90,29 +89,33 @@ def test_imports_run_one_way(path):
         assert not [n for n in names if n.startswith("sparse_losses.losses")], "a loss imports none"
 
 
+ROOMS = ("schema", "losses", "run", "studies", "__main__")
+
+
+def test_every_room_of_the_benchmarks_imports_only_the_rooms_before_it():
+    for path in (ROOT / "benchmarks").glob("*/*.py"):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("benchmarks."):
+                there = node.module.split(".")[1]
+                assert ROOMS.index(there) <= ROOMS.index(path.parent.name), (path, there)
+
+
 @pytest.mark.parametrize("name", ["__init__.py", "functional.py"])
 def test_tables_of_contents_only_re_export(name):
     docstring, *body = parsed(PACKAGE / name).body
     assert isinstance(docstring, ast.Expr)
-    assert isinstance(docstring.value, ast.Constant)
-    assigned = []
     for node in body:
         if isinstance(node, ast.Assign):
-            assigned += [target.id for target in node.targets if isinstance(target, ast.Name)]
+            assert ast.unparse(node.targets[0]) in ("__all__", "__version__")
         else:
             assert isinstance(node, (ast.Import, ast.ImportFrom)), ast.unparse(node)
-    assert set(assigned) <= {"__all__", "__version__"}
 
 
 @pytest.mark.parametrize("module", [sparse_losses, F], ids=["package", "functional"])
 def test_all_is_complete(module):
-    public = {
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
-    }
-    assert set(module.__all__) - {"__version__", "functional"} == public
-    assert len(module.__all__) == len(set(module.__all__))
+    public = {n for n, x in vars(module).items() if n[0] != "_" and not inspect.ismodule(x)}
+    exported = [name for name in module.__all__ if name not in ("__version__", "functional")]
+    assert sorted(exported) == sorted(public)
 
 
 def test_functions_are_exported_twice():
@@ -171,7 +174,7 @@ def test_every_public_name_has_a_docstring_with_an_example(name):
     assert re.search(r"^\s*>>> ", doc, re.MULTILINE)
 
 
-LAZY = {  # what an extra brings, imported only inside a function
+LAZY = {  # what an extra brings, not imported at once: tests/_core/test_extras.py
     "representation/encoding.py": {"tqdm"},
     "representation/folder.py": {"peft", "safetensors", "tokenizers", "transformers"},
     "representation/static.py": {"safetensors", "transformers"},
@@ -184,27 +187,18 @@ def test_the_runtime_needs_torch_and_numpy_only():
     for path in FILES:
         if room(path) == "integrations":
             continue
-        nodes = list(ast.walk(parsed(path)))
-        lazy = LAZY.get(path.relative_to(PACKAGE).as_posix(), set())
-        assert {name.split(".")[0] for name in imports(path, nodes)} <= allowed | lazy, path
-        later = {
-            id(inner)
-            for node in nodes
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-            or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-            for inner in ast.walk(node)
-        }
-        at_once = imports(path, (node for node in nodes if id(node) not in later))
-        assert {name.split(".")[0] for name in at_once} <= allowed, path
+        names = {name.split(".")[0] for name in imports(path)}
+        assert names <= allowed | LAZY.get(path.relative_to(PACKAGE).as_posix(), set()), path
 
 
 def test_nothing_is_unpickled():
     """PyTorch's default, but a checkpoint may be read by a version that has another."""
-    calls = []
-    for folder in (PACKAGE, ROOT / "benchmarks", ROOT / "examples", ROOT / "tools"):
-        for path in folder.rglob("*.py"):
-            for node in ast.walk(parsed(path)):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
-                    calls.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)}")
+    calls = [
+        f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
+        for folder in ("sparse_losses", "benchmarks", "examples", "tools")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
+    ]
     assert calls
     assert [call for call in calls if "weights_only=True" not in call] == []

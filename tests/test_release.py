@@ -2,9 +2,9 @@
 
 import os
 import re
-import subprocess
 import tomllib
 from email.message import Message
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -16,28 +16,15 @@ from tools import check_wheel, release
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-
-
-def workflow(name):
-    return yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text(encoding="utf-8"))
-
-
-def pins(name):
-    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
-    return dict(line.split("==") for line in lines if "==" in line)
+WORKFLOWS = {
+    path.name: yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
+    for path in (ROOT / ".github" / "workflows").glob("*.yml")
+}
 
 
 def floor(package):
     (requirement,) = (d for d in PROJECT["dependencies"] if d.startswith(f"{package}>="))
     return requirement.removeprefix(f"{package}>=")
-
-
-def test_the_citation_names_the_version():
-    for name in ("CITATION.cff", "docs/cite.md"):
-        text = (ROOT / name).read_text(encoding="utf-8")
-        (version,) = re.findall(r"^ *version *[:=] *{?([^},\n]+)}?,?$", text, re.MULTILINE)
-        assert version == sparse_losses.__version__, name
 
 
 READY = {
@@ -49,12 +36,11 @@ READY = {
 }
 
 
-def built(**urls):
+def built(missing=""):
     message = Message()
     message["Version"] = "1.2.0"
-    for name in release.ADDRESSES:
-        if address := urls.get(name, "https://x/y"):
-            message["Project-URL"] = f"{name}, {address}"
+    for name in release.ADDRESSES.keys() - {missing}:
+        message["Project-URL"] = f"{name}, https://x/y"
     return message
 
 
@@ -62,7 +48,7 @@ def test_the_release_checklist_finds_what_is_missing():
     assert list(release.problems("v1.2.0", READY, built())) == []
     assert len(list(release.problems("v1.2.1", READY, built()))) == 1
     for name, variable in release.ADDRESSES.items():
-        (found,) = release.problems("v1.2.0", READY, built(**{name: ""}))
+        (found,) = release.problems("v1.2.0", READY, built(missing=name))
         assert name in found
         assert variable in found
     for name, old, new in [
@@ -116,7 +102,7 @@ def test_release_notes_are_the_section_of_the_changelog():
 
 
 def test_every_classifier_is_a_row_of_the_workflow():
-    rows = workflow("tests.yml")["jobs"]["versions"]["strategy"]["matrix"]["include"]
+    rows = WORKFLOWS["tests.yml"]["versions"]["strategy"]["matrix"]["include"]
     classified = {
         kind: {c.removeprefix(kind) for c in PROJECT["classifiers"] if c.startswith(kind)}
         for kind in ("Programming Language :: Python :: ", "Operating System :: ")
@@ -131,40 +117,17 @@ def test_every_classifier_is_a_row_of_the_workflow():
 
 
 def test_the_oldest_environment_has_the_oldest_versions():
-    oldest = pins("constraints-oldest.txt")
+    pins = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8")
     for package in ("torch", "numpy"):
-        assert oldest[package].startswith(f"{floor(package)}.")
+        assert f"\n{package}=={floor(package)}." in pins
 
 
 def test_actions_are_pinned_and_every_job_ends():
     assert len(WORKFLOWS) >= 3
-    for file in WORKFLOWS:
-        for job in workflow(file.name)["jobs"].values():
-            assert 0 < job["timeout-minutes"] <= 60
-            for step in job["steps"]:
-                assert re.search(r"@[0-9a-f]{40}$", step.get("uses", "@" + "0" * 40)), step
-
-
-def test_hooks_run_what_make_lint_runs():
-    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
-    hooks = {hook["entry"].split(" -m ")[1] for repo in config["repos"] for hook in repo["hooks"]}
-    recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text("utf-8"), re.M)[1]
-    linted = {line.split(" -m ")[1] for line in recipe.splitlines()}
-    assert {re.sub(r" --check| \.$", "", command) for command in linted} == hooks
-
-
-def test_the_sdist_lists_everything_that_is_tracked():
-    run = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if run.returncode or "pyproject.toml" not in run.stdout.split():
-        pytest.skip("not a clone")
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    include = tomllib.loads(text)["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
-    tracked = {name.partition("/")[0] for name in run.stdout.splitlines()}
-    by_itself = {"pyproject.toml", "LICENSE"}
-    missing = tracked - {name.removeprefix("/") for name in include} - by_itself
-    assert missing == check_wheel.NOT_SHIPPED
-    for name in include:
-        assert (ROOT / name.removeprefix("/")).exists(), name
+    for job in chain(*(jobs.values() for jobs in WORKFLOWS.values())):
+        assert 0 < job["timeout-minutes"] <= 60
+        for step in job["steps"]:
+            assert re.search(r"@[0-9a-f]{40}$", step.get("uses", "@" + "0" * 40)), step
 
 
 def test_check_wheel_finds_extra_and_missing_files():

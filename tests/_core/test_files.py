@@ -19,10 +19,6 @@ def write(path, content=NEW, error=None):
             raise error
 
 
-def read(path):
-    return path.read_bytes().decode("utf-8")
-
-
 @pytest.fixture
 def path(tmp_path):
     path = tmp_path / "file.txt"
@@ -34,7 +30,7 @@ def test_file_is_replaced_under_exactly_its_name(tmp_path):
     path = tmp_path / "file"
     for content in (OLD, NEW, ""):
         write(path, content)
-        assert read(path) == content
+        assert path.read_bytes() == content.encode()
     with replaced_file(path) as file:
         file.write(b"\0\r\n")
     assert path.read_bytes() == b"\0\r\n"
@@ -50,7 +46,7 @@ def test_full_disk_leaves_the_old_file_and_no_other(path, monkeypatch, fails):
         monkeypatch.setattr(os, fails, fail)
     with pytest.raises(OSError, match="No space left"):
         write(path, error=FULL if fails == "write" else None)
-    assert read(path) == OLD
+    assert path.read_bytes() == OLD.encode()
     assert os.listdir(path.parent) == [path.name]
 
 
@@ -60,7 +56,7 @@ def test_link_is_followed_and_mode_is_kept(path):
     path.chmod(0o640)
     write(link)
     assert link.is_symlink()
-    assert read(path) == NEW
+    assert path.read_bytes() == NEW.encode()
     if os.name == "posix":
         assert stat.S_IMODE(path.stat().st_mode) == 0o640
 

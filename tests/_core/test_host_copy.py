@@ -1,5 +1,7 @@
 """Values on their way to the host: what the tensor held, read without a wait where possible."""
 
+from types import SimpleNamespace
+
 import torch
 
 from sparse_losses._core.host_copy import HostCopy
@@ -33,13 +35,10 @@ class _OnAccelerator:
 
 def test_copy_from_an_accelerator_is_waited_for_when_it_is_read(monkeypatch):
     log = []
-
-    class Event:
-        def __init__(self, device):
-            self.record = lambda: log.append("record")
-            self.synchronize = lambda: log.append("wait")
-
-    monkeypatch.setattr(torch, "Event", Event)
+    event = SimpleNamespace(
+        record=lambda: log.append("record"), synchronize=lambda: log.append("wait")
+    )
+    monkeypatch.setattr(torch, "Event", lambda device: event)
     copy = HostCopy(_OnAccelerator(log), torch.Tensor.tolist)
     assert not copy.is_here
     assert log == ["copy to cpu", "record"]

@@ -123,9 +123,14 @@ def test_explain_names_the_implementation_and_what_speaks_against_those_before_i
     assert lines[0] == 'InfoNCELoss takes "direct"'
     assert lines[1].startswith('  not "nonzeros": it is for CSR tensors')
     assert lines[2].startswith('  not "blocks": it is for more scores than')
-    lines = explain(F.info_nce_loss, dense, dense, reduction="none").splitlines()
-    assert lines[0] == 'info_nce_loss takes "definition"'
-    assert lines[3] == '  not "direct": it needs reduction="mean" or "sum"'
+    for option, value, reason in (
+        ("reduction", "none", 'reduction="mean" or "sum"'),
+        ("positive_mask", torch.eye(64), "no `positive_mask`"),
+        ("negatives_from", ("document", "query"), 'negatives_from=("document",)'),
+    ):
+        lines = explain(F.info_nce_loss, dense, dense, **{option: value}).splitlines()
+        assert lines[0] == 'info_nce_loss takes "definition"'
+        assert lines[3] == f'  not "direct": it needs {reason}'
     assert explain(F.flops_loss, dense) == 'flops_loss takes "definition", which it has alone'
     with pytest.raises(ValueError, match='expected reduction="mean" or "sum" with impl="direct"'):
         explain(F.info_nce_loss, dense, dense, reduction="none", impl="direct")

@@ -1,5 +1,6 @@
 """The declaration of a loss's arguments: what its body receives and what is refused."""
 
+from contextlib import nullcontext
 from typing import Literal
 
 import pytest
@@ -53,20 +54,13 @@ def x(**options):
     return torch.ones(2, 3, **options)
 
 
-def test_data_decides_the_dtype_and_constants_are_cast_along():
-    example_loss(x(dtype=torch.bfloat16), weight=torch.ones(3, dtype=torch.float64))
-    assert seen["x"].dtype == seen["weight"].dtype == torch.float32
-    example_loss(x(), x(dtype=torch.float64), torch.ones(3, dtype=torch.int64))
-    assert seen["x"].dtype == seen["other"].dtype == seen["weight"].dtype == torch.float64
-
-
-def test_a_learned_number_has_the_dtype_of_the_data():
+def test_data_decides_the_dtype_and_constants_and_learned_numbers_are_cast_along():
     scale = torch.tensor(2.0, dtype=torch.float16, requires_grad=True)
-    example_loss(x(dtype=torch.bfloat16), scale=scale)
-    assert seen["scale"].dtype == torch.float32
+    example_loss(x(dtype=torch.bfloat16), None, torch.ones(3, dtype=torch.float64), scale=scale)
+    assert {seen[name].dtype for name in ("x", "weight", "scale")} == {torch.float32}
     assert seen["scale"].requires_grad
-    example_loss(x(dtype=torch.float64), scale=scale)
-    assert seen["scale"].dtype == torch.float64
+    example_loss(x(), x(dtype=torch.float64), torch.ones(3, dtype=torch.int64), scale=scale)
+    assert {seen[name].dtype for name in ("x", "other", "weight", "scale")} == {torch.float64}
 
 
 @pytest.mark.parametrize(
@@ -116,10 +110,8 @@ def test_with_gather_the_ranks_make_the_same_call(first, second, wrong):
         example_loss(**{"x": x(), **(second if own else first)}, gather=gather)
 
     run_threads(2, call, False)
-    if wrong:
-        with pytest.raises(ValueError, match=f"expected the same {wrong}"):
-            run_threads(2, call, True)
-    else:
+    expected = pytest.raises(ValueError, match=f"expected the same {wrong}")
+    with expected if wrong else nullcontext():
         run_threads(2, call, True)
 
 

@@ -90,17 +90,14 @@ def test_without_a_graph_no_gradient_is_computed():
 
 def test_the_second_derivative_is_the_definitions():
     x, squares = leaf(2, 3), Squares()
-    y = (2 * x).requires_grad_()
-
-    def value(x, y):
-        return with_own_gradient(
-            lambda x, y, unused: (x * y.square()).sum(),
-            lambda needs, x, y, unused: ((x * y.square()).sum(), {"x": y.square(), "y": 2 * x * y}),
-            {"x": x, "y": y, "unused": torch.ones(1, requires_grad=True)},
-        )
-
+    y, unused = 2 * x, torch.ones(1, requires_grad=True)
     # One input depends on the other: that path is autograd's to add, once.
-    (gradient,) = torch.autograd.grad(value(x, y), x, create_graph=True)
+    value = with_own_gradient(
+        lambda x, y, unused: (x * y.square()).sum(),
+        lambda needs, x, y, unused: ((x * y.square()).sum(), {"x": y.square(), "y": 2 * x * y}),
+        {"x": x, "y": y, "unused": unused},
+    )
+    (gradient,) = torch.autograd.grad(value, x, create_graph=True)
     torch.testing.assert_close(gradient, 12 * x.square())
     (second,) = torch.autograd.grad(gradient.sum(), x)
     torch.testing.assert_close(second, 24 * x)

@@ -1,5 +1,7 @@
 """Products of halves: in fp32, by the device where it can and by a cast where it cannot."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -13,24 +15,17 @@ CPU = torch.device("cpu")
 def device(monkeypatch):
     """A device that can or cannot multiply halves into fp32, and the products it was asked for."""
     monkeypatch.setattr(products, "_returns_fp32", {})
-    products_made = []
+    device = SimpleNamespace(error=None, products_made=[])
 
-    class Device:
-        error = None
-
-    def multiply(name):
-        def function(a, b, *, out_dtype=None):
-            products_made.append((name, tuple(a.shape), a.dtype, out_dtype))
-            if Device.error:
-                raise Device.error
-            return a.to(out_dtype) @ b.to(out_dtype)
-
-        return function
+    def multiply(a, b, *, out_dtype=None):
+        device.products_made.append((tuple(a.shape), a.dtype, out_dtype))
+        if device.error:
+            raise device.error
+        return a.to(out_dtype) @ b.to(out_dtype)
 
     for name in ("mm", "bmm"):
-        monkeypatch.setattr(torch, name, multiply(name))
-    Device.products_made = products_made
-    return Device
+        monkeypatch.setattr(torch, name, multiply)
+    return device
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -38,10 +33,9 @@ def device(monkeypatch):
 def test_a_device_is_asked_once_a_dtype_what_it_can(device, dtype, error):
     device.error = error
     assert [returns_fp32(CPU, dtype) for _ in range(2)] == [error is None] * 2
-    assert device.products_made == [("mm", (16, 16), dtype, torch.float32)]
-    other = next(half for half in HALVES if half != dtype)
+    (other,) = {*HALVES} - {dtype}
     returns_fp32(CPU, other)
-    assert device.products_made[1:] == [("mm", (16, 16), other, torch.float32)]
+    assert device.products_made == [((16, 16), each, torch.float32) for each in (dtype, other)]
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64], ids=str)

@@ -1,5 +1,6 @@
 """Token ids and masks: what is refused, by which number, and where no number may be read."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,7 +56,14 @@ def test_masks_are_looked_at_only_where_reading_is_free(unread):
         as_mask("mask", mask)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64], ids=str)
-def test_ids_may_be_unsigned(dtype):
-    mask = id_mask("ids", torch.tensor([2, 4]).to(dtype), V, torch.device("cpu"))
+UNSIGNED = [
+    lambda ids, dtype=dtype: torch.tensor(ids).to(dtype)
+    for dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+]
+
+
+@pytest.mark.parametrize("kind", [*UNSIGNED, torch.tensor, np.array, list, tuple, set])
+def test_ignored_ids_come_in_any_container_unsigned_or_not(kind):
+    mask = id_mask("ids", kind([2, 4]), V, torch.device("cpu"))
     assert mask.nonzero().tolist() == [[2], [4]]
+    assert id_mask("ids", kind([]), V, torch.device("cpu")) is None

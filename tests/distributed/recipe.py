@@ -1,6 +1,7 @@
 """What the ranks of test_recipe.py run; and how a process of a test ends."""
 
 import importlib
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -37,20 +38,14 @@ def run(
         torch._dynamo.reset()
         training.compile(backend="aot_eager")
     if stop_at is not None:
-        training.register_forward_pre_hook(Stop(stop_at))
+        passes = itertools.count(1)
+
+        def stop(*_: Any) -> None:
+            if next(passes) == stop_at:
+                raise InterruptedError
+
+        training.register_forward_pre_hook(stop)
     return script.train(training, folder, **options)
-
-
-class Stop:
-    """Raise an error at a forward pass."""
-
-    def __init__(self, number: int) -> None:
-        self.left = number
-
-    def __call__(self, *_: Any) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise InterruptedError
 
 
 def run_both(rank: int, folder: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`gather=True`: value on every rank, and gradients after averaging, of one process with all rows.
 
 In fp64, for the plainest case of every loss on 2 ranks that are processes; test_in_threads.py has
-all cases.
+all cases. Compiled it is one graph, and as in eager mode.
 """
 
 import functools
@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
-from tests.cases import CASES, FIRST, Case, to_tensors
+from tests.cases import BASE_CASES, CASES, FIRST, Case, to_tensors
 from tests.distributed.ranks import run_ranks
 
 ROWS = 3  # of each rank
@@ -54,8 +55,15 @@ def reductions(case: Case) -> tuple[str | None, ...]:
     return ("mean", "sum", "none") if case.loss.reduces else (None,)
 
 
-def evaluate(case: Case, arrays: dict, reduction: str | None, learned: bool, **options: Any):
-    """Value, and gradients by everything that has one; the temperature too where there is one."""
+def evaluate(
+    case: Case,
+    arrays: dict,
+    reduction: str | None = None,
+    learned: bool = False,
+    call: Any = None,
+    **options: Any,
+):
+    """Value, and gradients by everything that has one; where ``learned`` by the temperature."""
     tensors = to_tensors(arrays)
     leaves = {name: tensors[name].requires_grad_() for name in case.differentiable}
     if learned:
@@ -64,7 +72,7 @@ def evaluate(case: Case, arrays: dict, reduction: str | None, learned: bool, **o
         options["temperature"] = leaves["temperature"]
     if reduction:
         options["reduction"] = reduction
-    value = case.function()(**tensors, **options)
+    value = (call or case.function())(**tensors, **options)
     grads = torch.autograd.grad(value.sum(), list(leaves.values()), allow_unused=True)
     return value.detach(), dict(zip(leaves, grads, strict=True))
 
@@ -84,7 +92,7 @@ def compare(rank: int, world: int) -> dict[str, str]:
 def check(case: Case, rank: int, world: int, reduction: str | None, arrays: Any = None) -> None:
     """Compare a rank's call with one process; with a learned temperature by default."""
     is_voided = arrays is not None  # a rank without valid rows may have no gradient
-    learned = not is_voided and "temperature" in case.loss.signature
+    learned = not is_voided and "temperature" in case.loss.hyperparameters
     arrays = arrays or whole(case, world, seed=3)
     mine = part(case, arrays, rank, world)
     expected, expected_gradients = evaluate(case, arrays, reduction, learned)
@@ -111,3 +119,32 @@ def check(case: Case, rank: int, world: int, reduction: str | None, arrays: Any 
 
 def test_value_and_averaged_gradients_are_those_of_one_process():
     assert run_ranks(2, compare, 2) == [{}, {}]
+
+
+# A loss for each way to communicate, and InfoNCE with all that its options gather. The contract
+# table compiles every loss and option on one rank.
+GATHERED = ("info_nce-shared", "info_nce-positives_ids_symmetric_decoupled")
+COMPILED = [FIRST[stem] for stem in ("nws", "flops", "distillation")]
+COMPILED += [case for case in BASE_CASES if case.id in GATHERED]
+
+
+def compare_compiled(rank: int) -> dict[str, str]:
+    """What differs from eager mode, by case."""
+    wrong = {}
+    for case in COMPILED:
+        torch._dynamo.reset()
+        arrays = part(case, whole(case, 2, seed=3), rank, 2)
+        # By PyTorch's own operations: code for them takes minutes.
+        compiled = torch.compile(case.function(), fullgraph=True, backend="aot_eager")
+        try:
+            expected = evaluate(case, arrays, gather=True)
+            found = evaluate(case, arrays, call=compiled, gather=True)
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        except Exception as error:  # the other rank is told by its own
+            wrong[case.id] = f"{type(error).__name__}: {error}"[:2000]
+    return wrong
+
+
+@pytest.mark.works_with("PyTorch", "compile", "devices")
+def test_a_loss_over_two_ranks_is_one_graph_and_the_same():
+    assert run_ranks(2, compare_compiled) == [{}, {}]

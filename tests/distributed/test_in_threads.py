@@ -3,40 +3,17 @@
 tests/distributed/test_gather.py has the plainest cases on ranks that are processes.
 """
 
-import copy
-import warnings
-
 import numpy as np
 import pytest
 import torch
 
+import sparse_losses as sl
 import sparse_losses.functional as F
-from sparse_losses import (
-    ActivationFrequency,
-    DocumentFrequency,
-    InfoNCELoss,
-    LabelQueue,
-    SpladeBatch,
-    SpladeObjective,
-    Texts,
-)
-from sparse_losses.distributed import (
-    agree_across_ranks,
-    average_grad_over_ranks,
-    gather_rows,
-    maximum_over_ranks,
-    num_ranks,
-    rank,
-    scatter_sum,
-    skip_size_check,
-    sum_over_ranks,
-)
-from sparse_losses.functional import info_nce_loss
+from sparse_losses import distributed as d
 from sparse_losses.objective import terms
-from tests.cases import CASES, to_tensors
-from tests.distributed.test_gather import PLAINEST, check, part, reductions, whole
+from tests.cases import CASES, FIRST, to_tensors
+from tests.distributed.test_gather import PLAINEST, check, evaluate, part, reductions, whole
 from tests.distributed.threads import run_threads
-from tests.strategies import draw
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -66,6 +43,7 @@ SPARSE = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")  # what PyTorch says of every CSR tensor
 @pytest.mark.parametrize("case", SPARSE, ids=lambda case: case.id)
 def test_sparse_rows_of_all_ranks_are_those_of_one_process(case):
     arrays = whole(case, 2, seed=3)
@@ -85,51 +63,37 @@ def test_sparse_rows_of_all_ranks_are_those_of_one_process(case):
 
 def evaluate_sparse(case, arrays, **options):
     """Value and gradients of CSR tensors of a call, these as dense ones."""
-    tensors, leaves = to_tensors(arrays), {}
-    for name in case.those("csr"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what PyTorch says of every CSR tensor
-            tensors[name] = leaves[name] = tensors[name].to_sparse_csr().requires_grad_()
+    tensors = to_tensors(arrays)
+    leaves = {n: tensors[n].to_sparse_csr().requires_grad_() for n in case.those("csr")}
+    tensors |= leaves
     value = case.function()(**tensors, **options)
     value.backward()
     return value.detach(), {name: leaf.grad.to_dense() for name, leaf in leaves.items()}
 
 
-def _local(own):
-    """InfoNCE of a rank's own rows, by each implementation, with its gradients."""
-    anchor, positive, negative = (draw(10 * own + seed, 3, 4).requires_grad_() for seed in range(3))
-    results = []
-    for impl, options in (
-        ("direct", {"symmetric": True}),
-        ("blocks", {}),
-        ("nonzeros", {"symmetric": True}),
-        ("definition", {"symmetric": True}),
-        ("definition", {"positive_mask": torch.eye(3), "positive_ids": torch.tensor([0, 1, 1])}),
-        ("definition", {"in_batch": False}),
-    ):
-        value = info_nce_loss(anchor, positive, negative, **options, impl=impl)
-        results += [value, *torch.autograd.grad(value, (anchor, positive, negative))]
-    return results
-
-
-def test_without_gather_the_other_ranks_change_nothing():
-    expected = [_local(0), _local(1)]
-    torch.testing.assert_close(run_threads(2, _local), expected)
-    assert expected[0][0] != expected[1][0]
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_without_gather_the_other_ranks_change_nothing(case):
+    parts = [case.arrays(3, seed=own) for own in range(2)]
+    for impl in (case.impl, *case.implementations) if case.impl else (None,):
+        options = {} if impl is None else {"impl": impl}
+        expected = [evaluate(case, mine, **options) for mine in parts]
+        found = run_threads(2, lambda own, o=options: evaluate(case, parts[own], **o))
+        torch.testing.assert_close(found, expected)
+        assert found[0][0] != found[1][0]
 
 
 def _collectives(own):
-    assert (rank(), num_ranks()) == (own, 2)
+    assert (d.rank(), d.num_ranks()) == (own, 2)
     x = torch.tensor([[1.0, 10.0]]) * (own + 1)
     results = []
-    for function in (gather_rows, sum_over_ranks, average_grad_over_ranks, scatter_sum):
+    for function in (d.gather_rows, d.sum_over_ranks, d.average_grad_over_ranks, d.scatter_sum):
         leaf = x.expand(2, 2).clone().requires_grad_()
         value = function(leaf)
         weight = torch.arange(1.0, 1 + value.numel()).view_as(value) * (own + 1)
         (gradient,) = torch.autograd.grad((value * weight).sum(), leaf)
         results += [value.tolist(), gradient.tolist()]
-    results.append(maximum_over_ranks(x * torch.tensor([1.0, -1.0])).tolist())
-    flags = gather_rows(torch.tensor([own == 1]))
+    results.append(d.maximum_over_ranks(x * torch.tensor([1.0, -1.0])).tolist())
+    flags = d.gather_rows(torch.tensor([own == 1]))
     assert flags.dtype == torch.bool
     results.append(flags.tolist())
     return results
@@ -146,13 +110,13 @@ def test_every_collective_and_its_gradient():
     assert first[6] == second[6] == [[3, 30]]
     assert first[7] == second[7] == [[1, 2], [2, 4]]
     assert first[8:] == second[8:] == [[[2, -10]], [False, True]]
-    assert (rank(), num_ranks()) == (0, 1)
+    assert (d.rank(), d.num_ranks()) == (0, 1)
 
 
 def _from_anywhere(own):
     x = (torch.arange(8.0).view(4, 2) + own).T.requires_grad_()
     before = x.detach().clone()
-    values = [f(x) for f in (gather_rows, sum_over_ranks, scatter_sum, maximum_over_ranks)]
+    values = [f(x) for f in (d.gather_rows, d.sum_over_ranks, d.scatter_sum, d.maximum_over_ranks)]
     for value in values[:3]:
         (gradient,) = torch.autograd.grad(value, x, torch.ones_like(value).T.contiguous().T)
         assert (gradient == (1 if value is values[2] else 2)).all()
@@ -169,16 +133,16 @@ def test_collectives_take_any_memory_and_leave_it():
 
 def _said(own, *data, call="a call", gather=True, **sizes):
     try:
-        return agree_across_ranks(call, gather, *data, **sizes)
+        return d.agree_across_ranks(call, gather, *data, **sizes)
     except ValueError as error:
         return str(error)
 
 
 def test_ranks_agree_on_their_call_its_sizes_and_the_widest_dtype_that_is_sent():
     x, half, ids = (torch.ones(3, dtype=dtype) for dtype in (torch.float, torch.half, torch.long))
-    assert agree_across_ranks("a call", True, x, B=3) is False, "there is one rank"
+    assert d.agree_across_ranks("a call", True, x, B=3) is False, "there is one rank"
     with pytest.raises(TypeError, match="expected `gather` to be True or False, got 1"):
-        agree_across_ranks("a call", 1, x)
+        d.agree_across_ranks("a call", 1, x)
     assert run_threads(2, lambda own: _said(own, x, gather=False, B=own)) == [False, False]
     assert run_threads(2, lambda own: _said(own, x, None, B=3, N=4)) == [True, True]
     data = [x, half], [half, None, ids]
@@ -211,7 +175,7 @@ WITH = {"gather": True}
 
 
 def enqueue(labels):
-    LabelQueue(4, 3, 3, gather=True).enqueue(X, labels)
+    sl.LabelQueue(4, 3, 3, gather=True).enqueue(X, labels)
 
 
 # What is called, what it accepts, and what one rank alone refuses: by type, shape or value.
@@ -233,12 +197,12 @@ REFUSED = {
 }
 
 
-BATCH = SpladeBatch(Texts(torch.rand(3, 2)), Texts(torch.rand(3, 2)))
+BATCH = sl.SpladeBatch(*(sl.Texts(torch.rand(3, 2)) for _ in range(2)))
 
 
 def _objective(batch=BATCH, weight=1.0, **options):
-    term = terms.info_nce(InfoNCELoss(**options))
-    SpladeObjective({"info_nce": (weight, term)}, gather=True)(batch)
+    term = terms.info_nce(sl.InfoNCELoss(**options))
+    sl.SpladeObjective({"info_nce": (weight, term)}, gather=True)(batch)
 
 
 @pytest.mark.parametrize(
@@ -286,34 +250,47 @@ def test_what_one_rank_refuses_is_an_error_on_every_rank(name):
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "name"),
+    ("call", "name"),
     [
-        (ActivationFrequency(3), ActivationFrequency(4), "V"),
+        (lambda own: sl.ActivationFrequency(3 + own).all_reduce(), "V"),
+        (lambda own: sl.Diagnostics(3 + own).all_reduce(), "V"),
+        (lambda own: sl.DocumentFrequency(3, tokenizer_sha256="ab"[own]).all_reduce(), "tokenizer"),
         (
-            DocumentFrequency(3, tokenizer_sha256="a"),
-            DocumentFrequency(3, tokenizer_sha256="b"),
-            "tokenizer_sha256",
+            lambda own: sl.LabelQueue(8, 3 + own, 2, gather=True).enqueue(
+                torch.rand(3, 3 + own), torch.ones(3, 2)
+            ),
+            "D",
         ),
-        (F.flops_loss, F.idf_flops_loss, None),
+        (lambda own: F.min_activation_loss(torch.rand(3, 4 + own), gather=True), "V"),
+        (lambda own: F.info_nce_loss(X, X, X if own else None, **WITH), "N"),
     ],
 )
-def test_counters_of_other_vocabularies_are_an_error_on_every_rank(one, other, name):
-    counters = copy.deepcopy(one), copy.deepcopy(other)
+def test_other_sizes_are_an_error_on_every_rank(call, name):
+    for said in run_threads(2, lambda own: error_of(call, own)):
+        assert f"expected the same {name}" in said
+        assert " on rank 0, " in said
 
-    def call(counter):
-        counter.all_reduce() if name else counter(X, X[0], gather=True)
 
-    everyone = run_threads(2, lambda own: error_of(call, counters[own]))
-    for said in everyone:
-        expected = f"expected the same {name} on every rank" if name else "in another call"
-        assert expected in said
+@pytest.mark.parametrize("case", FIRST.values(), ids=lambda case: case.id)
+def test_another_number_of_rows_is_an_error_on_every_rank(case):
+    def call(own):
+        case.function()(**to_tensors(case.arrays(3 + own)), gather=True)
+
+    for said in run_threads(2, lambda own: error_of(call, own)):
+        assert "3 on rank 0, 4 on rank 1" in said
+
+
+def test_other_calls_are_an_error_on_every_rank():
+    calls = F.flops_loss, F.idf_flops_loss
+    said = run_threads(2, lambda own: error_of(lambda call: call(X, X[0], **WITH), calls[own]))
+    assert all("in another call" in each for each in said)
 
 
 def test_sizes_are_compared_once(monkeypatch):
     x = torch.ones(3)
 
     def skipping(own):
-        with skip_size_check():
+        with d.skip_size_check():
             first = _said(own, x, B=own)
         return first, _said(own, x, B=own)[:8]
 

@@ -11,17 +11,19 @@ from tests.distributed.ranks import run_ranks
 
 works_with = pytest.mark.works_with
 STEPS = 25
+FEW = {"steps": 6}
 RUNS = {  # by their name: the options of two ranks with a batch of 4 each
-    "plain": {},
-    "accumulated": {"batch_size": 2, "accumulate": 2},
-    "compiled": {"compiled": True},
+    "plain": FEW,
+    "accumulated": {"batch_size": 2, "accumulate": 2} | FEW,
+    "compiled": {"compiled": True} | FEW,
     "single": {"exact": False},
     "bf16": {"exact": False, "dtype": torch.bfloat16},
     "fp16": {"exact": False, "dtype": torch.float16},
     "dropout": {"exact": False, "dropout": 0.1},
     "stopped": {"exact": False, "dropout": 0.1, "stop_at": 23},
 }
-OF_ONE = {"plain": {"batch_size": 8}, "accumulated": {"batch_size": 4, "accumulate": 2}}
+OF_ONE = {"plain": {"batch_size": 8} | FEW}
+OF_ONE["accumulated"] = {"batch_size": 4, "accumulate": 2} | FEW
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +31,9 @@ def states(tmp_path_factory):
     """The last state of every run, by the number of ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     two = {name: {"batch_size": 4, "steps": STEPS} | options for name, options in RUNS.items()}
-    one = {name: {"steps": STEPS} | options for name, options in OF_ONE.items()}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        alone = recipe.run_both(0, folder / "1", one)
+        alone = recipe.run_both(0, folder / "1", OF_ONE)
     finally:
         dist.destroy_process_group()
     return {1: alone, 2: run_ranks(2, recipe.run_both, folder / "2", two)[0]}

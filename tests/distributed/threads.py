@@ -32,7 +32,7 @@ def run_threads(world_size: int, function: Callable[..., Any], *args: Any) -> li
             results[rank] = function(rank, *args)
         except BaseException as error:
             errors.append(error)
-            group.abort()  # or the others would wait
+            group.barrier.abort()  # or the others would wait
 
     with group.installed():
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
@@ -40,10 +40,9 @@ def run_threads(world_size: int, function: Callable[..., Any], *args: Any) -> li
             thread.start()
         for thread in threads:
             thread.join()
-    if errors:
-        raise next(
-            (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
-        )
+    # The others' errors are that they waited in vain.
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
     return results
 
 
@@ -53,10 +52,6 @@ class _Group:
         self.barrier = threading.Barrier(world_size, timeout=TIMEOUT)
         self.local = threading.local()
         self.sent: list[Tensor | None] = [None] * world_size
-
-    def abort(self) -> None:
-        """Let every rank that waits fail."""
-        self.barrier.abort()
 
     def everyones(self, x: Tensor) -> list[Tensor]:
         """What every rank sent, which must be alike, and in memory as it is read."""

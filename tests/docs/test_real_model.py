@@ -33,14 +33,15 @@ COLUMNS = 1000  # of the models here
 
 def triplets(pairs, first, count=400):
     """Rows with the column names of the data set: every text is another."""
-    rows = [pairs[n % len(pairs)] for n in range(count)]
-    columns = (
-        [f"{query} {n}" for n, (query, _) in enumerate(rows)],
-        [f"{passage} {n}" for n, (_, passage) in enumerate(rows)],
-        [f"{pairs[n % len(pairs) - 1][1]} {n} {n}" for n in range(count)],
-    )
+    rows = [(*pairs[n % len(pairs)], pairs[n % len(pairs) - 1][1]) for n in range(count)]
+
     return datasets.Dataset.from_dict(
-        dict(zip((first, "positive", "negative"), columns, strict=True))
+        {
+            name: [
+                f"{row[place]} {n}" + f" {n}" * (name == "negative") for n, row in enumerate(rows)
+            ]
+            for place, name in enumerate((first, "positive", "negative"))
+        }
     )
 
 
@@ -90,14 +91,12 @@ def test_the_page_trains_saves_and_evaluates(architecture, tmp_path, monkeypatch
     splits = {split for name, _, split in asked[1:]}
     assert splits == {"NanoMSMARCO", "NanoNFCorpus", "NanoNQ"}
     before = SpladeEncoder.from_pretrained(model)
-    for folder in ("sentence-transformers-splade/final", "splade/final"):
-        trained = SpladeEncoder.from_pretrained(folder)
+    for trainer in ("sentence-transformers-splade", "splade"):
+        trained = SpladeEncoder.from_pretrained(f"{trainer}/final")
         assert trained.vocab_size == COLUMNS
         moved = zip(trained.parameters(), before.parameters(), strict=True)
         assert max((now - was).abs().max() for now, was in moved) > 0
-    for trainer in ("sentence-transformers-splade", "splade"):
-        (checkpoint,) = Path(trainer).glob("checkpoint-*")
-        assert checkpoint.name == "checkpoint-2"
+        assert [path.name for path in Path(trainer).glob("checkpoint-*")] == ["checkpoint-2"]
     log = page["trainer"].state.log_history[0]
     assert {"loss", "document/active_dimensions"} <= log.keys()
 

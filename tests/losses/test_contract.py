@@ -1,8 +1,6 @@
 """What every loss promises (docs/contract.md), and pooling, head and objective, case by case."""
 
-import contextlib
 import copy
-import functools
 import inspect
 import itertools
 import pickle
@@ -20,7 +18,6 @@ from tests.cases import (
     CASES_AND_LAYERS,
     FIRST,
     LAYER_CASES,
-    LAYERS,
     LOSSES,
     OBJECTIVE_CASES,
     B,
@@ -91,6 +88,13 @@ def alive(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def assert_zero_with_a_graph(value: torch.Tensor, leaves: dict) -> None:
+    assert value.requires_grad
+    assert not value.any()
+    for gradient in gradients(value.sum(), leaves).values():
+        assert not gradient.any()  # a NaN is not zero either
+
+
 def none(case: Case) -> dict:
     return {"reduction": "none"} if case.loss.reduces else {}
 
@@ -101,19 +105,20 @@ def rounding(case: Case, expected: float) -> float:
     return 64 * torch.finfo(torch.float32).eps * max(1.0, abs(expected)) / min(1.0, temperature)
 
 
-# ------------------------------------------------------------------------------------------------
-# One signature, two twins
+# One signature, two twins -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [loss for loss in (*LOSSES.values(), *LAYERS.values()) if loss.signature],
-    ids=lambda loss: loss.stem,
-)
-def test_the_signature_is_the_promised_one(loss):
-    parameters = inspect.signature(getattr(F, loss.function)).parameters.values()
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
-    assert str(inspect.Signature(bare)) == loss.signature
+@over_losses
+def test_the_signature_is_the_oracles_and_what_all_losses_share(loss):
+    shared = {"gather": False, "impl": "auto", "reduction": "mean"}
+    parameters = inspect.signature(getattr(F, loss.function)).parameters
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters.values()]
+    own = [p for p in bare if p.name not in shared]
+    oracle = inspect.signature(loss.oracle).replace(return_annotation=inspect.Signature.empty)
+    assert str(inspect.Signature(own)) == str(oracle)
+    assert bare[: len(own)] == own
+    assert {p.name: p.default for p in bare[len(own) :]}.items() <= shared.items()
+    assert [name for name in parameters if name in loss.tensors] == [*loss.tensors]
 
 
 OVERRIDES = ("gather", "impl")  # what a call of a module may say besides
@@ -123,15 +128,14 @@ OVERRIDES = ("gather", "impl")  # what a call of a module may say besides
 def test_the_module_takes_the_same_hyperparameters_and_tensors(loss):
     parameters = inspect.signature(getattr(F, loss.function)).parameters
     tensors = {name: parameters[name] for name in loss.tensors}
-    hyperparameters = {n: p for n, p in parameters.items() if n not in tensors}
     module = getattr(sparse_losses, loss.module)
     constructor = inspect.signature(module).parameters
     forward = inspect.signature(module.forward).parameters
     forward = {n: p for n, p in forward.items() if n not in OVERRIDES}
-    assert list(constructor) == [*loss.constructor, *hyperparameters]
+    assert list(constructor) == [*loss.constructor, *loss.hyperparameters]
     assert list(forward)[1:] == [name for name in tensors if name not in loss.constructor]
-    for name, parameter in hyperparameters.items():
-        assert constructor[name].default == parameter.default
+    for name, default in loss.hyperparameters.items():
+        assert constructor[name].default == default
     for name in list(forward)[1:]:
         assert forward[name].default == tensors[name].default
         assert forward[name].kind == tensors[name].kind
@@ -140,12 +144,10 @@ def test_the_module_takes_the_same_hyperparameters_and_tensors(loss):
 @over(FIRST.values())
 def test_the_module_equals_the_function(case):
     tensors = case.tensors()
-    module, rest = case.module(tensors)
-    assert torch.equal(module(**rest), alive(case.function()(**tensors)))
-    assert torch.equal(module(**rest), case.function()(**tensors)), "the call changed the module"
-    if case.loss.reduces:
-        module, rest = case.module(tensors, reduction="none")
-        assert torch.equal(module(**rest), case.function()(**tensors, reduction="none"))
+    for options in ({}, none(case)):
+        module, rest = case.module(tensors, **options)
+        for _ in ("first", "as the first left it"):
+            assert torch.equal(module(**rest), alive(case.function()(**tensors, **options)))
 
 
 @over_losses
@@ -155,18 +157,16 @@ def test_a_call_overrides_gather_and_impl_for_that_call(loss):
     module, rest = case.module(tensors)
     expected = alive(module(**rest))
     # Without other ranks it is the same number, maybe by another implementation.
-    close = {"rtol": 1e-12, "atol": 1e-12}
-    torch.testing.assert_close(module(**rest, gather=True), expected, **close)
-    assert module.gather is False
-    torch.testing.assert_close(case.function()(**tensors, gather=True), expected, **close)
-    with pytest.raises(TypeError, match="expected `gather` to be True or False"):
-        module(**rest, gather="yes")
-    if loss.implementations:
-        value = module(**rest, impl="definition")
-        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
-        assert module.impl == "auto"
-        with pytest.raises(ValueError, match="expected `impl` to be one of 'auto', 'definition'"):
-            module(**rest, impl="quickly")
+    overrides = [("gather", True, "yes")] + [("impl", "definition", "quickly")] * bool(
+        loss.implementations
+    )
+    for name, value, wrong in overrides:
+        before = getattr(module, name)
+        for call in (module(**rest, **{name: value}), case.function()(**tensors, **{name: value})):
+            torch.testing.assert_close(call, expected, rtol=1e-12, atol=1e-12)
+        assert getattr(module, name) == before
+        with pytest.raises((TypeError, ValueError), match=f"expected `{name}` to be "):
+            module(**rest, **{name: wrong})
 
 
 @over([case for case in ONCE if case.loss.implementations])
@@ -243,8 +243,7 @@ def test_a_module_survives_copying_pickling_and_its_state_dict(case):
     assert torch.equal(fresh(**rest), expected)
 
 
-# ------------------------------------------------------------------------------------------------
-# Values, reductions, and rows that are not valid
+# Values, reductions, and rows that are not valid --------------------------------------------------
 
 
 @over(ONCE)
@@ -320,11 +319,8 @@ def test_rows_without_anything_to_compare_are_zero_and_hide_their_nan(problem, r
             tensors[name] = torch.full_like(tensors[name], torch.nan)
     leaves = watch(case, tensors)
     value = case.function()(**tensors, reduction=reduction)
-    assert value.requires_grad
     assert value.shape == ((batch,) if reduction == "none" else ())
-    assert not value.any()
-    for gradient in gradients(value.sum(), leaves).values():
-        assert not gradient.any()  # a NaN is not zero either
+    assert_zero_with_a_graph(value, leaves)
 
 
 @over_reductions(VOIDABLE)
@@ -334,10 +330,7 @@ def test_no_valid_row_gives_zero_with_a_graph(case, reduction):
     _void(case, tensors, range(B))
     leaves = watch(case, tensors)
     value = case.function()(**tensors, **({"reduction": reduction} if reduction else {}))
-    assert value.requires_grad
-    assert not value.any()
-    for gradient in gradients(value.sum(), leaves).values():
-        assert not gradient.any()
+    assert_zero_with_a_graph(value, leaves)
 
 
 @over([case for case in BASE_CASES if case.fewest_rows])
@@ -359,18 +352,13 @@ def test_an_empty_batch_gives_zero_with_a_graph(case):
     alive(case.function()(**case.tensors(batch=3)))
     tensors = case.tensors(batch=0)
     leaves = watch(case, tensors)
-    value = case.function()(**tensors)
-    assert value.shape == ()
-    assert value.item() == 0.0
-    for gradient in gradients(value, leaves).values():
-        assert not gradient.any()
-    if case.loss.reduces:
-        assert case.function()(**tensors, reduction="none").shape == (0,)
-        assert case.function()(**tensors, reduction="sum").item() == 0.0
+    for reduction in ("none", "mean", "sum") if case.loss.reduces else (None,):
+        value = case.function()(**tensors, **({"reduction": reduction} if reduction else {}))
+        assert value.shape == ((0,) if reduction == "none" else ())
+        assert_zero_with_a_graph(value, leaves)
 
 
-# ------------------------------------------------------------------------------------------------
-# Precision
+# Precision ----------------------------------------------------------------------------------------
 
 
 def skip_where_the_head_rounds(case):
@@ -426,41 +414,35 @@ def test_mixed_dtypes_promote(case, high):
         assert gradient.dtype == leaves[leaf].dtype
 
 
-@contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-AUTOCAST = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-CONTEXTS = {
-    "autocast_bf16": (AUTOCAST, torch.bfloat16),
-    "autocast_fp32": (AUTOCAST, torch.float32),
-    "default_fp64": (functools.partial(default_dtype, torch.float64), torch.float32),
-    "default_bf16": (functools.partial(default_dtype, torch.bfloat16), torch.float32),
-}
-
-
 @over(CASES)
-@pytest.mark.parametrize("name", CONTEXTS)
-def test_autocast_and_the_default_dtype_change_nothing(case, name):
-    context, dtype = CONTEXTS[name]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_autocast_changes_nothing(case, dtype):
     tensors = case.tensors(dtype=dtype)
     leaves = watch(case, tensors)
     plain = alive(case.function()(**tensors))
-    expected = gradients(plain, leaves)
-    with context():
+    with torch.autocast("cpu", torch.bfloat16):
         value = case.function()(**tensors)
-        # PyTorch asks for backward passes outside of autocast.
-        actual = gradients(value, leaves) if name.startswith("default") else None
-    actual = actual or gradients(value, leaves)
     assert value.dtype == torch.float32
     assert torch.equal(value, plain)
+    actual, expected = gradients(value, leaves), gradients(plain, leaves)
     assert all(torch.equal(actual[leaf], expected[leaf]) for leaf in leaves)
+
+
+@over(CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_default_dtype_changes_nothing(case, dtype):
+    tensors = case.tensors(dtype=torch.float32)
+    leaves = watch(case, tensors)
+    results = []
+    for default in (torch.float32, dtype):
+        torch.set_default_dtype(default)
+        try:
+            value = case.function()(**tensors)
+            results.append((value, gradients(value, leaves)))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    alive(results[0][0])
 
 
 @over(CASES)
@@ -473,8 +455,7 @@ def test_without_gradients_the_value_is_the_same(case, mode):
     assert torch.equal(value, plain)
 
 
-# ------------------------------------------------------------------------------------------------
-# One graph
+# One graph ----------------------------------------------------------------------------------------
 
 
 @over(TRANSFORMED)
@@ -541,8 +522,7 @@ def test_assigned_numbers_compile_at_most_one_more_graph(case):
     assert len(graphs) == settled
 
 
-# ------------------------------------------------------------------------------------------------
-# Errors name the argument
+# Errors name the argument -------------------------------------------------------------------------
 
 
 def _refuses(case: Case, tensors: dict, *names: str, exception=(ValueError, TypeError)) -> str:
@@ -705,8 +685,7 @@ def test_ids_may_have_any_integer_dtype(case, dtype):
     assert torch.equal(case.function()(**tensors), plain)
 
 
-# ------------------------------------------------------------------------------------------------
-# Sparse activations
+# Sparse activations -------------------------------------------------------------------------------
 
 SPARSE = [c for c in CASES if any(len(c.dims[name]) == 2 for name in c.those("csr"))]
 quiet = pytest.mark.filterwarnings("ignore:Sparse")  # what PyTorch says of every CSR tensor
@@ -788,8 +767,7 @@ def test_other_losses_refuse_csr_by_name(case):
     assert message.endswith("got torch.sparse_csr")
 
 
-# ------------------------------------------------------------------------------------------------
-# NaN in, NaN out
+# NaN in, NaN out ----------------------------------------------------------------------------------
 
 
 @over_reductions(CASES)
@@ -807,14 +785,13 @@ def test_a_nan_is_not_hidden(case, reduction):
         alive(case.function()(**case.tensors(), **options).nan_to_num(0.0))
 
 
-# ------------------------------------------------------------------------------------------------
-# Derivatives
+# Derivatives --------------------------------------------------------------------------------------
 
 
 def _as_function(case: Case, tensors: dict, **options) -> tuple:
     """The call as a function of what has a gradient, a temperature included; and that."""
     leaves = watch(case, tensors)
-    if "temperature" in case.loss.signature:
+    if "temperature" in case.loss.hyperparameters:
         number = case.kwargs.get("temperature", 3.0)
         leaves["temperature"] = torch.tensor(number, dtype=torch.float64, requires_grad=True)
 
@@ -867,19 +844,9 @@ def test_inputs_are_left_as_they_were_and_constants_get_no_gradient(case):
 
 
 @over(TRANSFORMED)
-def test_func_grad_equals_autograd(case):
-    function, leaves = _as_function(case, case.tensors())
-    expected = torch.autograd.grad(function(*leaves), leaves)
-    argnums = tuple(range(len(leaves)))
-    actual = torch.func.grad(function, argnums)(*(leaf.detach() for leaf in leaves))
-    for gradient, wanted in zip(actual, expected, strict=True):
-        torch.testing.assert_close(gradient, alive(wanted), rtol=1e-10, atol=1e-12)
-
-
-@over(TRANSFORMED)
-def test_vmap_over_problems_equals_a_loop(case):
+def test_func_grad_and_vmap_over_problems_equal_a_loop_with_autograd(case):
     problems = [case.tensors(seed=seed) for seed in range(3)]
-    if "temperature" in case.loss.signature:
+    if "temperature" in case.loss.hyperparameters:
         for problem, number in zip(problems, (0.3, 0.5, 2.0), strict=True):
             problem["temperature"] = torch.tensor(number, dtype=torch.float64)
     names = [name for name, tensor in problems[0].items() if tensor is not None]
@@ -888,13 +855,18 @@ def test_vmap_over_problems_equals_a_loop(case):
     def function(*values):
         return case.function()(**{**problems[0], **dict(zip(names, values, strict=True))})
 
-    loop = torch.stack([case.function()(**problem) for problem in problems])
-    assert len(set(loop.tolist())) == 3
-    torch.testing.assert_close(torch.vmap(function)(*stacked), loop, rtol=1e-10, atol=1e-12)
-    position = names.index(case.differentiable[0])
-    grad = torch.func.grad(function, position)
-    expected = torch.stack([grad(*(problem[name] for name in names)) for problem in problems])
-    torch.testing.assert_close(torch.vmap(grad)(*stacked), expected, rtol=1e-10, atol=1e-12)
+    learned = [name for name in names if name in (*case.differentiable, "temperature")]
+    grad = torch.func.grad(function, tuple(map(names.index, learned)))
+    values, slopes = torch.vmap(function)(*stacked), torch.vmap(grad)(*stacked)
+    assert len(set(values.tolist())) == 3
+    for place, problem in enumerate(problems):
+        alone = grad(*(problem[name] for name in names))
+        leaves = [problem[name].requires_grad_() for name in learned]
+        value = case.function()(**problem)
+        expected = torch.autograd.grad(value, leaves)
+        assert all(gradient.any() for gradient in expected)
+        for found in ((value, *alone), (values[place], *(slope[place] for slope in slopes))):
+            torch.testing.assert_close(found, (value, *expected), rtol=1e-10, atol=1e-12)
 
 
 @over([*FIRST.values(), *LAYER_CASES])
@@ -929,8 +901,7 @@ def test_non_contiguous_inputs_are_the_same_inputs(case):
     torch.testing.assert_close(gradients(value, leaves), expected, rtol=1e-10, atol=1e-12)
 
 
-# ------------------------------------------------------------------------------------------------
-# Masks, order, and learned temperatures
+# Masks, order, and learned temperatures -----------------------------------------------------------
 
 
 @pytest.mark.cpu_only
@@ -966,7 +937,7 @@ def test_rows_may_come_in_any_order(case):
     torch.testing.assert_close(permuted, expected, rtol=1e-10, atol=1e-12)
 
 
-@over([case for case in FIRST.values() if "temperature" in case.loss.signature])
+@over([case for case in FIRST.values() if "temperature" in case.loss.hyperparameters])
 def test_a_temperature_parameter_stays_one_in_the_module(case):
     tensors = case.tensors()
     parameter = torch.nn.Parameter(torch.tensor(0.5, dtype=torch.float64))

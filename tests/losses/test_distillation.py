@@ -1,5 +1,6 @@
 """Distillation: its formula, its theorems, its edges."""
 
+import functools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 
 from sparse_losses.functional import distillation_loss
 from tests.cases import assert_follows_the_formula
+from tests.instruments import in_double, value_and_gradients
 from tests.strategies import draw, score_problems, seeds
 
 KL, MSE = {"alpha_kl": 1.0, "alpha_mse": 0.0}, {"alpha_kl": 0.0, "alpha_mse": 1.0}
@@ -46,35 +48,22 @@ def test_it_is_zero_if_the_scores_agree_up_to_a_shift(seed, shift, standardize):
         assert both > 1e-6
 
 
-@given(seeds, st.sampled_from(["batch", "row"]))
-def test_a_minus_infinite_teacher_score_is_a_masked_candidate(seed, standardize):
-    s, z = draw(seed, 4, 6), draw(seed + 1, 4, 6)
-    mask = draw(seed + 2, 4, 6) > -0.5
-    s.requires_grad_()
-    options = {"standardize": standardize}
-    one = distillation_loss(s, z, candidate_mask=mask, **options)
-    two = distillation_loss(s, z.masked_fill(~mask, -torch.inf), **options)
-    torch.testing.assert_close(two, one)
-    (left,), (right,) = torch.autograd.grad(one, s), torch.autograd.grad(two, s)
-    torch.testing.assert_close(right, left)
-    assert one > 0
-    assert not left[~mask].any()
-
-
 @modes
 def test_a_masked_candidate_hides_everything(standardize):
     s, z = draw(0, 3, 5), draw(1, 3, 5)
     mask = torch.ones(3, 5)
     mask[0, 1] = mask[2, 4] = 0
-    plain = distillation_loss(s, z, candidate_mask=mask, standardize=standardize)
+    options = {"candidate_mask": mask, "standardize": standardize}
+    plain = distillation_loss(s, z, **options)
     for bad in (torch.nan, torch.inf, -torch.inf, 1e300):
-        a, b = (v.masked_fill(mask == 0, bad).requires_grad_() for v in (s, z))
-        loss = distillation_loss(a, b, candidate_mask=mask, standardize=standardize)
+        a, b = (v.masked_fill(mask == 0, bad) for v in (s, z))
+        loss, gradient = value_and_gradients(
+            functools.partial(distillation_loss, **options, teacher_scores=b), a
+        )
         torch.testing.assert_close(loss, plain)
-        loss.backward()
-        assert torch.isfinite(a.grad).all()
-        assert not a.grad[mask == 0].any()
-        assert a.grad[mask == 1].any()
+        assert gradient.isfinite().all()
+        assert not gradient[mask == 0].any()
+        assert gradient[mask == 1].any()
     assert not torch.allclose(distillation_loss(s, z, standardize=standardize), plain)
 
 
@@ -103,14 +92,11 @@ def test_constant_scores_have_a_zero_z_and_no_gradient_from_the_mse(standardize,
 @modes
 @pytest.mark.parametrize("scale", [1e-25, 1e-12, 1e12, 1e20, 1e37])
 def test_the_mse_part_neither_overflows_nor_underflows(standardize, scale):
-    s, z = (scale * draw(0, 3, 4)).float().requires_grad_(), (scale * draw(1, 3, 4)).float()
+    s, z = (scale * draw(0, 3, 4)).float(), (scale * draw(1, 3, 4)).float()
     options = {**MSE, "standardize": standardize}
-    loss = distillation_loss(s, z, **options)
-    exact = s.detach().double().requires_grad_()
-    reference = textbook(exact, z.double(), 1.0, **options)
-    assert loss.item() == pytest.approx(reference.item(), rel=1e-5, abs=0)
-    (gradient,) = torch.autograd.grad(loss, s)
-    (expected,) = torch.autograd.grad(reference, exact)
+    loss, gradient = value_and_gradients(lambda s: distillation_loss(s, z, **options), s)
+    exact, expected = in_double(lambda s: textbook(s, z.double(), 1.0, **options), s)
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-5, abs=0)
     torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-4 * expected.max())
     assert expected.any()
 
@@ -124,44 +110,41 @@ def test_single_precision_keeps_the_digits_of_small_differences(
 ):
     s = (draw(0, 7, 50) + offset).float()
     z = (s + 0.1 * draw(1, 7, 50)).float()
-    s.requires_grad_()
-    exact = s.detach().double().requires_grad_()
     options = {"temperature": temperature, "standardize": standardize, **alphas}
-    reference = textbook(exact, z.double(), **options)
-    loss = distillation_loss(s, z, **options)
+    loss, gradient = value_and_gradients(lambda s: distillation_loss(s, z, **options), s)
+    exact, expected = in_double(lambda s: textbook(s, z.double(), **options), s)
     # Scores are rounded to 1e-7 of the offset, log-probabilities to 1e-7: that is what differences
     # of 0.1, and of 0.1 / T, lose. `p log(p / q)` alone would lose the value, (0.1 / T)^2 / 2.
     close = 2e-5 * max(1.0, offset / 10, temperature / 4)
-    assert loss.item() == pytest.approx(reference.item(), rel=close)
-    (gradient,) = torch.autograd.grad(loss, s)
-    (expected,) = torch.autograd.grad(reference, exact)
+    assert loss.item() == pytest.approx(exact.item(), rel=close)
     assert (gradient.double() - expected).norm() <= close * expected.norm()
 
 
 @pytest.mark.parametrize("lead", [8.0, 12.0, 30.0, 60.0])
 def test_an_easy_row_keeps_the_digits_of_its_gradient(lead):
     # By itself, minus the others' sum would be the difference of two numbers next to 1.
-    s = torch.tensor([[lead, 0.0, 0.5, -1.0]], requires_grad=True)
-    z = torch.tensor([[lead + 1, 0.0, 0.3, -1.0]])
-    results = []
-    for x in (s, s.detach().double().requires_grad_()):
-        loss = distillation_loss(x, z.to(x.dtype), temperature=1.0, **KL)
-        results.append(torch.autograd.grad(loss, x)[0].double())
-    torch.testing.assert_close(*results, rtol=2e-5, atol=0)
+    s, z = torch.tensor([[[lead, 0.0, 0.5, -1.0]], [[lead + 1, 0.0, 0.3, -1.0]]])
+
+    def loss(s):
+        return distillation_loss(s, z.to(s.dtype), temperature=1.0, **KL)
+
+    gradient, expected = value_and_gradients(loss, s)[1], in_double(loss, s)[1]
+    torch.testing.assert_close(gradient.double(), expected, rtol=2e-5, atol=0)
 
 
 @pytest.mark.parametrize("temperature", [1e20, 3e38])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_huge_temperature_leaves_the_mse(temperature, dtype):
     """T^2 is infinite in fp32, and both distributions are uniform: 0 * inf would be NaN."""
-    results = []
-    for alpha_kl in (0.0, 0.7):
-        s = draw(0, 3, 4).to(dtype).requires_grad_()
-        options = {"temperature": temperature, "alpha_kl": alpha_kl}
-        loss = distillation_loss(s, draw(1, 3, 4).to(dtype), **options)
-        results.append((loss.detach(), *torch.autograd.grad(loss, s)))
-    torch.testing.assert_close(*results)
-    assert results[0][1].any()
+    s, z = draw(0, 3, 4).to(dtype), draw(1, 3, 4).to(dtype)
+    alone, both = (
+        value_and_gradients(
+            lambda s, a=a: distillation_loss(s, z, temperature=temperature, alpha_kl=a), s
+        )
+        for a in (0.0, 0.7)
+    )
+    torch.testing.assert_close(both, alone)
+    assert alone[1].any()
 
 
 @modes
@@ -211,20 +194,19 @@ def test_z_scores_of_a_range_beyond_fp32_are_those_of_the_scaled_scores(standard
     """The range of [-3e38, 3e38] is infinite in fp32; z sees no scale."""
     options = {**MSE, "standardize": standardize}
     teacher = torch.tensor([[3e38, -3e38, 0.0, 1e38], [-3e38, 1e38, 3e38, 2e38]])
-    student = torch.tensor([[1.0, 3.0, -2.0, 0.5], [0.0, 1.0, 5.0, -1.0]], requires_grad=True)
-    small = student.detach().clone().requires_grad_()
-    loss = distillation_loss(student, teacher, **options)
-    expected = distillation_loss(small, teacher * 1e-38, **options)
-    torch.testing.assert_close(loss, expected)
-    gradient = torch.autograd.grad(loss, student)
-    torch.testing.assert_close(gradient, torch.autograd.grad(expected, small))
-    huge = (student.detach() * 6e37).requires_grad_()
-    torch.testing.assert_close(distillation_loss(huge, teacher, **options), expected)
+    student = torch.tensor([[1.0, 3.0, -2.0, 0.5], [0.0, 1.0, 5.0, -1.0]])
+    huge, small = (
+        value_and_gradients(lambda s, t=t: distillation_loss(s, t, **options), student)
+        for t in (teacher, teacher * 1e-38)
+    )
+    torch.testing.assert_close(huge, small)
+    torch.testing.assert_close(distillation_loss(student * 6e37, teacher, **options), small[0])
 
 
 @pytest.mark.parametrize("value", [1e-18, 1e-8, 1e18])
 def test_a_learned_temperature_has_a_finite_gradient(value):
-    temperature = torch.tensor(value, requires_grad=True)
-    student, teacher = torch.randn(3, 4), torch.randn(3, 4)
-    distillation_loss(student, teacher, temperature=temperature, alpha_mse=0.0).backward()
-    assert temperature.grad.isfinite()
+    scores = draw(0, 2, 3, 4).float()
+    _, slope = value_and_gradients(
+        lambda t: distillation_loss(*scores, temperature=t, alpha_mse=0.0), torch.tensor(value)
+    )
+    assert slope.isfinite()

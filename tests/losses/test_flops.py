@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sparse_losses.functional import flops_loss, idf_flops_loss
 from tests import oracles
 from tests.cases import assert_follows_the_formula
+from tests.instruments import in_double, value_and_gradients
 from tests.strategies import activations, seeds
 
 
@@ -93,18 +94,14 @@ def test_it_is_quadratic_in_the_scale(x, scale):
 def test_unbiased_keeps_the_digits_of_a_column_that_is_nearly_one_rows(batch):
     x = torch.full((batch, 3), 1e-5)
     x[0, 1] = x[1, 2] = 8.0
-    x.requires_grad_()
-    exact = x.detach().double().requires_grad_()
-    options = {"estimator": "unbiased"}
-    penalty = torch.tensor([1.0, 0.5, 2.0])
-    for function, arguments in ((flops_loss, ()), (idf_flops_loss, (penalty,))):
-        loss = function(x, *arguments, **options)
-        reference = function(exact, *(a.double() for a in arguments), **options)
-        assert loss.dtype == torch.float32
-        assert loss.item() == pytest.approx(reference.item(), rel=1e-6)
-        (gradient,), (expected,) = (
-            torch.autograd.grad(value, leaf) for value, leaf in ((loss, x), (reference, exact))
-        )
+    weight, options = torch.tensor([1.0, 0.5, 2.0]), {"estimator": "unbiased"}
+    for function in (flops_loss, idf_flops_loss):
+
+        def loss(x, function=function):
+            return function(x, weight, **options)
+
+        (value, gradient), (exact, expected) = value_and_gradients(loss, x), in_double(loss, x)
+        assert value.item() == pytest.approx(exact.item(), rel=1e-6)
         torch.testing.assert_close(gradient.double(), expected, rtol=1e-6, atol=0)
     pair = flops_loss(torch.tensor([[8.0], [1e-5]]), **options)
     assert pair.item() == pytest.approx(8e-5, rel=1e-6)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sparse_losses.functional import false_negative_mask, info_nce_from_scores, info_nce_loss
 from tests import oracles
 from tests.cases import assert_follows_the_formula
+from tests.instruments import value_and_gradients
 from tests.strategies import draw, info_nce_problems, seeds, temperatures
 
 
@@ -77,10 +78,11 @@ def test_what_is_left_out_hides_its_nan_and_has_no_gradient(impl, symmetric, val
     mask = torch.ones(5, 8)
     mask[4], mask[:, 4], mask[:, 7] = 0, 0, 0
     a[4], p[4, 1], n[2, 0] = value, value, value
-    leaves = [x.requires_grad_() for x in (a, p, n)]
-    loss = info_nce_loss(*leaves, candidate_mask=mask, **options)
+    loss, *gradients = value_and_gradients(
+        lambda *x: info_nce_loss(*x, candidate_mask=mask, **options), a, p, n
+    )
     torch.testing.assert_close(loss, expected)
-    for gradient, row in zip(torch.autograd.grad(loss, leaves), (4, 4, 2), strict=True):
+    for gradient, row in zip(gradients, (4, 4, 2), strict=True):
         assert gradient.isfinite().all()
         assert not gradient[row].any()
         assert gradient[:row].any(1).all()
@@ -124,10 +126,8 @@ def test_false_negative_mask_is_the_formula(seed, margin, ratio, width):
     scores, positives = rng.normal(size=(4, width)), rng.random((4, width)) < 0.3
     for mask in [positives] if width != 4 else [positives, None]:
         expected = oracles.false_negative_mask(scores, mask, margin=margin, ratio=ratio)
-        given_mask = None if mask is None else torch.from_numpy(mask)
-        result = false_negative_mask(
-            torch.from_numpy(scores), given_mask, margin=margin, ratio=ratio
-        )
+        tensors = (x if x is None else torch.from_numpy(x) for x in (scores, mask))
+        result = false_negative_mask(*tensors, margin=margin, ratio=ratio)
         assert result.dtype == torch.bool
         np.testing.assert_array_equal(result.numpy(), expected)
 
@@ -136,14 +136,11 @@ def test_false_negative_mask_keeps_what_is_at_the_bound_and_nan():
     scores = torch.tensor([[1.0, 1.5, 1.5001, torch.nan]])
     positive = torch.tensor([[1, 0, 0, 0]])
     for bound in ({"margin": 0.5}, {"ratio": 1.5}, {"margin": 0.5, "ratio": 9.0}):
-        assert false_negative_mask(scores, positive, **bound).tolist() == [
-            [True, True, False, True]
-        ]
+        assert false_negative_mask(scores, positive, **bound).int().tolist() == [[1, 1, 0, 1]]
     below_zero = false_negative_mask(scores - 2.0, positive, ratio=0.0)
     assert below_zero.all(), "a ratio of a negative score bounds nothing"
-    nan_positive = torch.tensor([[0, 0, 0, 1]])
-    assert false_negative_mask(scores, nan_positive, margin=0.0).all()
-    assert false_negative_mask(scores, torch.zeros(1, 4), margin=0.0).all()
+    for no_number in (torch.tensor([[0, 0, 0, 1]]), torch.zeros(1, 4)):  # a NaN, none
+        assert false_negative_mask(scores, no_number, margin=0.0).all()
     assert false_negative_mask(torch.zeros(0, 0), margin=0.0).shape == (0, 0)
 
 
@@ -216,24 +213,23 @@ def test_a_temperature_beyond_single_precision_is_left_to_the_definition(tempera
 
 
 def test_what_is_no_candidate_hides_its_nan_from_a_decoupled_row():
-    scores = torch.tensor([[1.0, 2.0, torch.nan]], requires_grad=True)
-    positive, candidates = torch.tensor([[1, 0, 0]]), torch.tensor([[1, 1, 0]])
-    value = info_nce_from_scores(scores, positive, candidate_mask=candidates, decoupled=True)
-    value.backward()
+    options = {"candidate_mask": torch.tensor([[1, 1, 0]]), "decoupled": True}
+    value, slope = value_and_gradients(
+        lambda scores: info_nce_from_scores(scores, torch.tensor([[1, 0, 0]]), **options),
+        torch.tensor([[1.0, 2.0, torch.nan]]),
+    )
     assert value == 1.0
-    assert scores.grad.tolist() == [[-1.0, 1.0, 0.0]]
+    assert slope.tolist() == [[-1.0, 1.0, 0.0]]
 
 
 @pytest.mark.parametrize("options", [{}, {"decoupled": True}, {"reduction": "none"}])
 def test_a_hidden_nan_reaches_no_learned_temperature(options):
-    torch.manual_seed(0)
-    anchor, positive = torch.randn(2, 3, 4, dtype=torch.float64)
-    positive[2] = torch.nan
-    mask = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 0]])
-    temperature = torch.nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
-    settings = {"candidate_mask": mask, "temperature": temperature, "impl": "definition", **options}
-    value = info_nce_loss(anchor, positive, **settings).sum()
-    (slope,) = torch.autograd.grad(value, temperature)
+    pair = draw(0, 2, 3, 4)
+    pair[1, 2] = torch.nan
+    options |= {"candidate_mask": torch.tensor([[1, 1, 0]] * 3), "impl": "definition"}
+    value, slope = value_and_gradients(
+        lambda t: info_nce_loss(*pair, temperature=t, **options).sum(), torch.tensor(0.5).double()
+    )
     assert value.isfinite()
     assert slope.isfinite()
     assert slope != 0

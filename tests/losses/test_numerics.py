@@ -9,8 +9,13 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import sparse_losses.functional as F
+from tests.cases import FIRST, to_tensors
+from tests.instruments import in_double, value_and_gradients
+from tests.strategies import MAGNITUDES, seeds
 
 HALF = (torch.float16, torch.bfloat16)
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
@@ -23,7 +28,7 @@ def pairs(cosine: float, dtype: torch.dtype, rows: int = 64, width: int = 384, s
     anchor, noise = torch.randn(2, rows, width, generator=generator)
     anchor, noise = (torch.nn.functional.normalize(v) for v in (anchor, noise))
     positive = cosine * anchor + math.sqrt(1 - cosine**2) * noise
-    return anchor.to(dtype).requires_grad_(), positive.to(dtype).requires_grad_()
+    return anchor.to(dtype), positive.to(dtype)
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
@@ -37,14 +42,13 @@ def odds(scores: torch.Tensor, temperature: float) -> torch.Tensor:
     return torch.log1p((gaps.exp() * others).sum(1))
 
 
-def compare(loss, leaves, closed_form, tolerance) -> torch.Tensor:
+def compare(call, tensors, closed_form, tolerance) -> torch.Tensor:
     """Compare value and gradients with the closed form on the same rounded inputs."""
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    reference = closed_form(*exact)
+    loss, *gradients = value_and_gradients(call, *tensors)
+    reference, *expected = in_double(closed_form, *tensors)
     assert reference.item() != 0
     assert loss.item() == pytest.approx(reference.item(), rel=1e-5, abs=0)
-    expected = torch.autograd.grad(reference, exact)
-    for gradient, truth in zip(torch.autograd.grad(loss, leaves), expected, strict=True):
+    for gradient, truth in zip(gradients, expected, strict=True):
         assert truth.norm() > 0
         assert (gradient.double() - truth).norm() <= tolerance * truth.norm()
     return reference
@@ -71,13 +75,13 @@ def cosine_odds(a, p, temperature, symmetric=False):
 @over_variants
 @pytest.mark.parametrize(("cosine", "temperature"), [(0.3, 0.05), (0.7, 0.05), (0.7, 0.02)])
 def test_an_easy_row_of_info_nce_keeps_its_digits(dtype, options, cosine, temperature):
-    a, p = pairs(cosine, dtype)
-    loss = F.info_nce_loss(a, p, temperature=temperature, **options)
+    def loss(a, p):
+        return F.info_nce_loss(a, p, temperature=temperature, **options)
 
     def closed_form(a, p):
         return cosine_odds(a, p, temperature, options.get("symmetric"))
 
-    reference = compare(loss, (a, p), closed_form, CLOSE[dtype])
+    reference = compare(loss, pairs(cosine, dtype), closed_form, CLOSE[dtype])
     if (cosine, temperature) == (0.7, 0.02):
         assert reference < 1e-9  # far below what `softmax - onehot` can hold
 
@@ -111,15 +115,14 @@ EASY = {  # the loss, and its closed form
 @pytest.mark.parametrize("name", EASY)
 def test_an_easy_row_keeps_its_digits(dtype, name):
     loss, closed_form = EASY[name]
-    a, p = pairs(0.7, dtype)
-    compare(loss(a, p), (a, p), closed_form, CLOSE[dtype])
+    compare(loss, pairs(0.7, dtype), closed_form, CLOSE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
 @over_variants
 def test_a_hard_row_at_a_low_temperature_keeps_its_loss_and_gradient(dtype, options):
     a, p = pairs(0.9, dtype)
-    p = p.detach().roll(1, 0).requires_grad_()  # the hardest negative leads by 90 temperatures
+    p = p.roll(1, 0)  # the hardest negative leads by 90 temperatures
 
     def closed_form(a, p):
         scores = unit(a) @ unit(p).T / 0.01
@@ -127,7 +130,9 @@ def test_a_hard_row_at_a_low_temperature_keeps_its_loss_and_gradient(dtype, opti
         cross_entropy = torch.nn.functional.cross_entropy
         return sum(cross_entropy(side, torch.arange(64)) for side in sides) / len(sides)
 
-    loss = F.info_nce_loss(a, p, temperature=0.01, **options)
+    def loss(a, p):
+        return F.info_nce_loss(a, p, temperature=0.01, **options)
+
     assert 80 < compare(loss, (a, p), closed_form, 5e-3).item() < 100
 
 
@@ -141,10 +146,11 @@ def test_large_scores_that_differ_little_keep_their_digits(size, spread, positiv
     mask = torch.eye(8, 16, dtype=torch.bool)
     for shift in range(1, positives):
         mask |= mask.roll(3 * shift, 1)
-    leaf, exact = scores.requires_grad_(), scores.detach().double().requires_grad_()
-    value, expected = (F.info_nce_from_scores(x, mask, decoupled=decoupled) for x in (leaf, exact))
+    (value, gradient), (expected, wanted) = (
+        f(lambda scores: F.info_nce_from_scores(scores, mask, decoupled=decoupled), scores)
+        for f in (value_and_gradients, in_double)
+    )
     assert value.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
-    (gradient,), (wanted,) = torch.autograd.grad(value, leaf), torch.autograd.grad(expected, exact)
     assert (gradient.double() - wanted).norm() <= 1e-6 * wanted.norm()
 
 
@@ -154,10 +160,12 @@ def test_large_scores_that_differ_little_keep_their_digits(size, spread, positiv
 def test_a_batch_of_equal_vectors_has_the_value_and_gradient_of_equal_scores(
     temperature, symmetric, impl
 ):
-    a, p = (torch.full((8, 16), 0.5, requires_grad=True) for _ in range(2))
-    loss = F.info_nce_loss(a, p, temperature=temperature, symmetric=symmetric, impl=impl)
+    options = {"temperature": temperature, "symmetric": symmetric, "impl": impl}
+    loss, *gradients = value_and_gradients(
+        lambda a, p: F.info_nce_loss(a, p, **options), *torch.full((2, 8, 16), 0.5)
+    )
     assert loss.item() == pytest.approx(math.log(8), rel=1e-6)
-    for gradient in torch.autograd.grad(loss, (a, p)):
+    for gradient in gradients:
         # A unit in the last place of the sum of a row's probabilities, over the temperature.
         assert gradient.abs().max() <= 1e-7 / temperature
 
@@ -181,11 +189,15 @@ SOFTMAX_LOSSES = {
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
 @pytest.mark.parametrize("name", SOFTMAX_LOSSES)
 def test_extreme_temperatures_stay_finite_and_close(dtype, temperature, name):
-    a, p = pairs(0.5, dtype, rows=8, width=16)
-    exact = [leaf.detach().double().requires_grad_() for leaf in (a, p)]
-    loss, reference = (SOFTMAX_LOSSES[name](*x, temperature=temperature) for x in ((a, p), exact))
-    assert loss.item() == pytest.approx(reference.item(), rel=1e-3, abs=1e-3)
-    gradients, expected = torch.autograd.grad(loss, (a, p)), torch.autograd.grad(reference, exact)
+    def call(a, p):
+        return SOFTMAX_LOSSES[name](a, p, temperature=temperature)
+
+    both = pairs(0.5, dtype, rows=8, width=16)
+    (loss, *gradients), (exact, *expected) = (
+        value_and_gradients(call, *both),
+        in_double(call, *both),
+    )
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-3, abs=1e-3)
     for gradient, truth in zip(gradients, expected, strict=True):
         assert truth.any()
         # 1e-4 turns a rounding of 1e-7 in a cosine into 1e-3 of a logit
@@ -218,19 +230,16 @@ def test_large_vocabularies_stay_finite_and_close(dtype):
     vocab = 250_002
     x, weight = (torch.rand(4, vocab) * 4).to(dtype), torch.rand(vocab) * 100
     for name, call in _large_losses(torch.randint(0, vocab, (4, 32))).items():
-        leaf, exact = x.clone().requires_grad_(), x.double().requires_grad_()
-        loss, reference = call(leaf, weight), call(exact, weight.double())
-        assert loss.dtype == torch.float32, name
+        loss, gradient = value_and_gradients(lambda x, call=call: call(x, weight), x)
+        reference, truth = in_double(lambda x, call=call: call(x, weight.double()), x)
         assert reference.item() != 0, name
         # the difference of two fp32 sums of 250,000 products keeps fewer digits than each
         digits = 1e-3 if name == "info_nce_dot" else 1e-4
         assert loss.item() == pytest.approx(reference.item(), rel=digits), name
-        loss.backward()
-        reference.backward()
-        assert torch.isfinite(leaf.grad).all(), name
-        error = (leaf.grad.double() - exact.grad).norm() / exact.grad.norm()
+        assert gradient.isfinite().all(), name
+        error = (gradient.double() - truth).norm() / truth.norm()
         # a gradient below the smallest half number is the caller's: loss scaling exists for it
-        if not (dtype == torch.float16 and exact.grad.abs().max() < 1e-4):
+        if not (dtype == torch.float16 and truth.abs().max() < 1e-4):
             assert error <= 2 * torch.finfo(dtype).eps + 1e-4, (name, error)
 
 
@@ -247,12 +256,12 @@ EASY_TOKEN = {  # of a row of a token and another
 @pytest.mark.parametrize("name", EASY_TOKEN)
 def test_an_easy_token_keeps_its_digits(name):
     call, expected, other = EASY_TOKEN[name]
-    x = torch.tensor([[30.0, -30.0]], requires_grad=True)
-    loss = call(x, torch.tensor([[0]]), torch.ones(1, 1))
-    loss.backward()
+    loss, gradient = value_and_gradients(
+        lambda x: call(x, torch.tensor([[0]]), torch.ones(1, 1)), torch.tensor([[30.0, -30.0]])
+    )
     assert loss.item() == pytest.approx(expected, rel=1e-5, abs=0)
     slopes = [-expected * (1 - other), expected * other]
-    assert x.grad.tolist()[0] == pytest.approx(slopes, rel=1e-4, abs=0)
+    assert gradient.tolist()[0] == pytest.approx(slopes, rel=1e-4, abs=0)
 
 
 def test_equal_positives_with_large_scores_keep_the_digits_of_their_loss():
@@ -266,12 +275,42 @@ def test_equal_positives_with_large_scores_keep_the_digits_of_their_loss():
 def test_the_temperature_has_a_gradient_beside_a_row_that_is_nearly_nothing():
     """That of the row itself is infinite: its length is below the smallest normal number."""
     anchor = torch.tensor([[1e-40, 0.0, 2e-40]], requires_grad=True)
-    positive = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])[:1]
-    negative = torch.tensor([[0.0, 3.0, 0.0], [2.0, 0.0, 2.0]])
+    others = torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[0.0, 3.0, 0.0], [2.0, 0.0, 2.0]])
     results = []
     for impl in ("definition", "nonzeros"):
         temperature = torch.tensor(0.3, requires_grad=True)
-        loss = 1e5 * F.info_nce_loss(anchor, positive, negative, temperature=temperature, impl=impl)
+        loss = 1e5 * F.info_nce_loss(anchor, *others, temperature=temperature, impl=impl)
         results.append(torch.autograd.grad(loss, temperature)[0])
     assert results[0].isfinite()
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=0)
+
+
+# Cosines and standardised scores do not see a magnitude; temperatures are those of the table.
+ANY_MAGNITUDE = {
+    "info_nce": ("anchor", "positive"),
+    "triplet_margin": ("anchor", "positive", "negative"),
+    "nws": ("query", "prototype"),
+    "positive_activation": ("activations",),
+}
+
+
+@pytest.mark.parametrize("stem", ANY_MAGNITUDE)
+@given(seed=seeds, data=st.data())
+def test_any_magnitude_in_fp32_is_as_in_fp64(stem, seed, data):
+    case, names = FIRST[stem], ANY_MAGNITUDE[stem]
+    tensors = to_tensors(case.arrays(seed=seed), torch.float32)
+    some = [tensors[name] * data.draw(st.sampled_from(MAGNITUDES), label=name) for name in names]
+    if stem == "positive_activation":  # whose sum may cancel
+        some[0] = some[0].abs()
+
+    def call(*some):
+        return case.function()(**tensors | dict(zip(names, some, strict=True)))
+
+    (value, *gradients), (expected, *wanted) = (
+        value_and_gradients(call, *some),
+        in_double(call, *some),
+    )
+    torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)
+    for name, gradient, truth in zip(names, gradients, wanted, strict=True):
+        size = truth.abs().amax(-1, keepdim=True)  # what a row's sums are made of
+        assert ((gradient.double() - truth).abs() <= 1e-4 * size + 1e-37).all(), name

@@ -126,32 +126,16 @@ def test_a_larger_beta_never_lowers_it(seed, beta, more):
 )
 def test_the_weights_of_the_positives_add_up_to_this_total(alpha, carriers, total):
     """To `D + alpha / |y|`, which is 1 with prototypes alone; else to `1 + alpha / (|y| D)`."""
-    key_labels = torch.tensor(carriers).reshape(-1, 3)
-    zero = torch.zeros(1, 2, dtype=torch.float64)  # all scores are equal: two prototypes compete
-    loss = nws_loss(
-        zero,
-        torch.tensor([[1, 0, 0]]),
-        torch.ones(3, 2, dtype=torch.float64),
-        torch.eye(3).double(),
-        key=torch.ones(len(carriers), 2, dtype=torch.float64),
-        key_labels=key_labels,
-        alpha=alpha,
-        eps=0.0,
-    )
+    carried = {
+        "key": torch.ones(len(carriers), 2),
+        "key_labels": torch.tensor(carriers).view(-1, 3),
+    }
+    call = torch.zeros(1, 2), torch.tensor([[1, 0, 0]]), torch.ones(3, 2), torch.eye(3)
+    loss = nws_loss(*call, **carried, alpha=alpha, eps=0.0)  # two prototypes compete, equal scores
     assert loss.item() == pytest.approx(total * math.log(2))
     share = alpha * sum(1 / sum(one) for one in carriers) + 1 - alpha
     if share <= 1e-6:
         assert total == pytest.approx(share + alpha)
-
-
-@over_aggregations
-def test_an_unlabelled_key_is_a_negative_of_weight_1(aggregation):
-    e = torch.eye(2, dtype=torch.float64)
-    labels, similarity = torch.tensor([[1]]), torch.ones(1, 1).double()
-    options = {"temperature": 1.0, "eps": 0.0, "aggregation": aggregation}
-    keys = {"key": e[1:], "key_labels": torch.tensor([[0]])}
-    loss = nws_loss(e[:1], labels, e[:1], similarity, **keys, **options)
-    assert loss.item() == pytest.approx(-1.0)  # minus the positive's score; the key's is 0
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-8])
@@ -175,9 +159,9 @@ def test_a_weight_of_zero_is_no_mask_so_a_nan_key_shows():
 
 def value_and_gradients(inputs, impl, **options):
     """Return the value and the gradients of a call; a second backward gives the same bits."""
-    inputs = {k: v if v is None else v.clone() for k, v in inputs.items()}
-    leaves = [inputs[name].requires_grad_() for name in ("query", "prototype", "temperature")]
-    value = nws_loss(**inputs, impl=impl, **options)
+    names = ("query", "prototype", "temperature")
+    leaves = [inputs[name].clone().requires_grad_() for name in names]
+    value = nws_loss(**inputs | dict(zip(names, leaves, strict=True)), impl=impl, **options)
     gradients = torch.autograd.grad(value, leaves, retain_graph=True)
     again = torch.autograd.grad(value, leaves)
     assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(gradients, again, strict=True))
@@ -187,48 +171,39 @@ def value_and_gradients(inputs, impl, **options):
 IMPLEMENTATIONS = ("definition", "direct")
 
 
-def inputs_of(seed, dtype, count=4, temperature=0.3, batch=7, rows=5):
-    inputs = problem(seed, batch=batch, count=count, rows=rows)
-    del inputs["reduction"]
+def inputs_of(seed, count=4, batch=7, rows=5):
+    inputs = {**problem(seed, batch=batch, count=count, rows=rows), "reduction": "mean"}
     for name in ("query_labels", "key_labels", "queue_labels"):
         inputs[name] = labels(seed + len(name), len(inputs[name]), count, 0.3, filled=False)
-    inputs["temperature"] = torch.tensor(temperature)
-    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+    return {**inputs, "temperature": torch.tensor(0.3, dtype=torch.float64)}
 
 
-WITHOUT = {
-    "prototypes": ("key", "key_labels", "queue", "queue_labels"),
-    "key": ("queue", "queue_labels"),
-    "queue": ("key", "key_labels"),
-    "all": (),
-    "masked": (),
-}
-
+WEIGHTS = {"alpha": 0.5, "beta": 2.0, "reduction": "sum"}, {"alpha": 3.0, "beta": 0.0}
 OPTIONS = [
-    {"decoupled": d, "eps": eps, "alpha": alpha, "beta": beta, "reduction": reduction}
-    for d, eps, (alpha, beta, reduction) in itertools.product(
-        (True, False),
-        (0.0, 1e-8, 0.3, 2.0),
-        ((1.0, 1.0, "mean"), (0.5, 2.0, "sum"), (3.0, 0.0, "mean")),
-    )
+    {"decoupled": decoupled, "eps": eps, **weights}
+    for decoupled in (True, False)
+    for eps in (0.0, 1e-8, 0.3, 2.0)
+    for weights in ({}, *WEIGHTS)
 ]
 
 
 def assert_the_same_by_both(inputs, **options):
-    plain, actual = (value_and_gradients(inputs, impl, **options) for impl in IMPLEMENTATIONS)
+    plain, actual = (value_and_gradients(inputs | options, impl) for impl in IMPLEMENTATIONS)
     assert plain[0] != 0
     for expected, tensor in zip(plain, actual, strict=True):
         torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("references", WITHOUT)
+@pytest.mark.parametrize(
+    "references", ["prototypes", "key", "queue", "key queue", "key queue mask"]
+)
 @over_aggregations
 def test_both_implementations_have_the_same_value_and_gradients(references, aggregation):
     for seed, options in enumerate(OPTIONS):
-        inputs = inputs_of(seed, torch.float64, count=4 if seed % 3 else 70)
-        for name in WITHOUT[references]:
-            inputs[name] = None
-        if references == "masked":
+        inputs = inputs_of(seed, count=4 if seed % 3 else 70)
+        for name in {"key", "queue"} - set(references.split()):
+            inputs[name] = inputs[f"{name}_labels"] = None
+        if "mask" in references:
             inputs["queue_mask"] = torch.tensor([1, 0, 1, 0, 1])
             inputs["queue"][1] = torch.nan
         assert_the_same_by_both(inputs, **options, aggregation=aggregation)
@@ -237,7 +212,7 @@ def test_both_implementations_have_the_same_value_and_gradients(references, aggr
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_tied_references_have_the_same_gradients_by_both(decoupled):
     """Two prototypes are one vector; the floor of ``eps`` follows the first of them."""
-    inputs = inputs_of(0, torch.float64)
+    inputs = inputs_of(0)
     inputs["prototype"][2] = inputs["prototype"][1] = inputs["query"][0]
     inputs["query"] = inputs["query"] + 0.01 * draw(1, *inputs["query"].shape)
     assert_the_same_by_both(inputs, decoupled=decoupled, eps=2.0)
@@ -247,7 +222,7 @@ def test_tied_references_have_the_same_gradients_by_both(decoupled):
 def test_several_blocks_give_the_value_of_one(aggregation, monkeypatch):
     monkeypatch.setattr("sparse_losses.fast.nws.most_scores", lambda device: 100_000)
     for seed, (decoupled, eps) in enumerate(itertools.product([True, False], [0.0, 1e-8, 2.0])):
-        inputs = inputs_of(seed, torch.float64, batch=97, rows=300)
+        inputs = inputs_of(seed, batch=97, rows=300)
         inputs["queue_mask"] = labels(seed, 300, 1, 0.8, filled=False)[:, 0]
         assert_the_same_by_both(inputs, decoupled=decoupled, eps=eps, aggregation=aggregation)
 
@@ -255,7 +230,7 @@ def test_several_blocks_give_the_value_of_one(aggregation, monkeypatch):
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_the_nan_of_a_row_without_negatives_is_hidden(impl):
     """Decoupled and exact; the other rows have prototypes to compete with."""
-    inputs = inputs_of(0, torch.float64)
+    inputs = inputs_of(0)
     inputs["query_labels"] = torch.eye(4).long()[[0, 1, 2, 3, 0, 1, 2]]
     inputs["query_labels"][2] = 1
     inputs["key_labels"][:, 0] = inputs["queue_labels"][:, 0] = 1
@@ -340,18 +315,13 @@ def test_a_slot_without_features_labels_and_mask_is_empty(impl, filled):
         ("queue", "`queue_labels`"),
         ("queue_labels", "`queue`"),
         ("label_similarity", "`key` or `queue`"),
+        ("queue queue_labels", "`queue_mask`"),
     ],
 )
-def test_references_labels_and_similarities_come_together(missing, present):
-    with pytest.raises(ValueError, match=f"expected `{missing}` with {present}, got None"):
-        nws_loss(**{**problem(), missing: None})
-
-
-def test_a_mask_needs_a_queue():
-    inputs = problem()
-    del inputs["queue"], inputs["queue_labels"]
-    with pytest.raises(ValueError, match="queue"):
-        nws_loss(**inputs, queue_mask=torch.ones(5))
+def test_references_labels_masks_and_similarities_come_together(missing, present):
+    inputs = {**problem(), "queue_mask": torch.ones(5), **dict.fromkeys(missing.split())}
+    with pytest.raises(ValueError, match=f"expected `{missing.split()[0]}` with {present}, got"):
+        nws_loss(**inputs)
 
 
 @pytest.mark.cpu_only
@@ -370,13 +340,11 @@ def test_the_labels_of_an_empty_slot_may_be_anything():
 @pytest.mark.parametrize("value", [1.5, -0.5, math.nan, math.inf])
 def test_similarities_outside_zero_one_are_refused(value):
     inputs = problem()
-    inputs["label_similarity"][0, 1] = value
-    with pytest.raises(ValueError, match="label_similarity"):
-        nws_loss(**inputs)
-    with pytest.raises(ValueError, match="label_similarity"):
-        NWSLoss(inputs["label_similarity"])
-    with pytest.raises(ValueError, match="label_similarity"):
-        NWSLoss(torch.ones(3, 4))
+    alike = inputs["label_similarity"]
+    alike[0, 1] = value
+    for call in (lambda: nws_loss(**inputs), lambda: NWSLoss(alike), lambda: NWSLoss(alike[:3])):
+        with pytest.raises(ValueError, match="label_similarity"):
+            call()
 
 
 @pytest.mark.parametrize("value", [1 + 1e-6, -1e-6])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from sparse_losses.functional import pairwise_contrastive_loss
 from tests.cases import assert_follows_the_formula
+from tests.instruments import in_double, value_and_gradients
 from tests.strategies import draw, seeds, sizes, vectors
 
 margins = st.floats(0.0, 5.0)
@@ -35,6 +36,7 @@ def test_it_is_never_negative_and_zero_where_satisfied(data, batch, margin):
     assert (rows[~same & (distance < margin - 1e-6)] > 0).all()
 
 
+SAME = torch.tensor([True])
 ALTERNATE = torch.tensor([True, False, True, False])
 
 
@@ -63,15 +65,15 @@ def test_a_larger_margin_never_lowers_it(seed, margin, more):
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_at_distance_zero_the_gradient_is_exactly_zero(same, dtype):
-    x1 = torch.tensor([[1.0, 2.0], [0.0, 0.0], [0.5, 0.0]], dtype=dtype).requires_grad_()
-    x2 = torch.tensor([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]], dtype=dtype).requires_grad_()
-    rows = pairwise_contrastive_loss(x1, x2, torch.tensor([same] * 3), margin=2.0, reduction="none")
-    rows.sum().backward()
+    x = torch.tensor([[[1.0, 2], [0, 0], [0.5, 0]], [[1, 2], [0, 0], [0, 0]]], dtype=dtype)
+    leaves = [each.clone().requires_grad_() for each in x]
+    options = {"margin": 2.0, "reduction": "none"}
+    rows = pairwise_contrastive_loss(*leaves, torch.tensor([same] * 3), **options)
     assert rows.tolist() == pytest.approx([0.0, 0.0, 0.25] if same else [4.0, 4.0, 2.25])
-    for leaf in (x1, x2):
-        assert not leaf.grad[:2].any()
-        assert leaf.grad[2].isfinite().all()
-        assert leaf.grad[2].any()
+    for gradient in torch.autograd.grad(rows.sum(), leaves):
+        assert not gradient[:2].any()
+        assert gradient[2].isfinite().all()
+        assert gradient[2].any()
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e-3])
@@ -80,31 +82,28 @@ def test_close_pairs_keep_their_digits_far_from_the_origin(shift):
     x2 = x1.clone()
     x2[0, 0] += 0.0625 + shift
     expected = (x2 - x1).double().square().sum().item()
-    loss = pairwise_contrastive_loss(x1, x2, torch.tensor([True]))
-    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert pairwise_contrastive_loss(x1, x2, SAME).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_distance_that_overflows_is_an_infinite_value_and_no_nan():
-    x1, x2 = torch.tensor([[3e38, 0.0]], requires_grad=True), torch.zeros(1, 2)
-    loss = pairwise_contrastive_loss(x1, x2, torch.tensor([True]))
-    loss.backward()
+    loss, gradient = value_and_gradients(
+        lambda x: pairwise_contrastive_loss(x, torch.zeros(1, 2), SAME), torch.tensor([[3e38, 0.0]])
+    )
     assert loss == torch.inf
-    assert x1.grad.tolist() == [[torch.inf, 0.0]]
+    assert gradient.tolist() == [[torch.inf, 0.0]]
 
 
 @pytest.mark.parametrize("width", [1, 2, 5])
 @pytest.mark.parametrize("distance", [2e-22, 5.9e-39, 1e-42, 1e20, 1e37])
 def test_distances_whose_squares_leave_fp32_have_the_gradient_of_fp64(width, distance):
-    direction = torch.nn.functional.normalize(draw(0, 1, width))
-    x1 = (distance * direction).float().requires_grad_()
-    x2 = torch.zeros(1, width)
-    exact = x1.detach().double().requires_grad_()
-    for same in (True, False):
-        options = {"margin": 1.0 if distance < 1 else 4 * distance}
-        loss = pairwise_contrastive_loss(x1, x2, torch.tensor([same]), **options)
-        reference = pairwise_contrastive_loss(exact, x2.double(), torch.tensor([same]), **options)
-        torch.testing.assert_close(loss.double(), reference.float().double(), rtol=1e-6, atol=0)
-        (gradient,) = torch.autograd.grad(loss, x1)
-        (expected,) = torch.autograd.grad(reference, exact)
+    x = (distance * torch.nn.functional.normalize(draw(0, 1, width))).float()
+    margin = 1.0 if distance < 1 else 4 * distance
+    for same in (SAME, ~SAME):
+
+        def call(x, same=same):
+            return pairwise_contrastive_loss(x, torch.zeros_like(x), same, margin=margin)
+
+        (loss, gradient), (exact, expected) = value_and_gradients(call, x), in_double(call, x)
+        torch.testing.assert_close(loss, exact.float(), rtol=1e-6, atol=0)
         torch.testing.assert_close(gradient, expected.float(), rtol=1e-6, atol=1e-44)
         assert gradient.any()

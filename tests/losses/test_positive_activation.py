@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sparse_losses.functional import positive_activation_loss
 from tests.cases import assert_follows_the_formula, to_tensors
-from tests.instruments import Recorder
+from tests.instruments import Recorder, value_and_gradients
 from tests.strategies import multi_hot, token_problems
 
 problems = token_problems(prefix="positive_")
@@ -67,21 +67,18 @@ def test_a_token_of_weight_zero_is_an_ignored_token(problem, saturating):
 
 
 def test_weights_with_a_gradient_are_learned():
-    x, ids = torch.tensor([[1.0, 3.0, 5.0]]), torch.tensor([[1, 2, 2]])
-    weight = torch.ones(3, requires_grad=True)
-    loss = positive_activation_loss(x, ids, torch.ones_like(ids), weight)
-    loss.backward()
+    call = torch.tensor([[1.0, 3.0, 5.0]]), torch.tensor([[1, 2, 2]]), torch.ones(1, 3)
+    loss, slope = value_and_gradients(lambda w: positive_activation_loss(*call, w), torch.ones(3))
     assert loss.item() == pytest.approx(-4.0)
-    torch.testing.assert_close(weight.grad, torch.tensor([0.0, 0.5, -0.5]))
+    torch.testing.assert_close(slope, torch.tensor([0.0, 0.5, -0.5]))
 
 
 def test_weights_of_any_ratio_are_those_of_the_formula():
     """The smallest and nearly the largest number of fp32, in one row and in different rows."""
-    weight = torch.tensor([1e-45, 3e38, 1e-45, 1.0])
+    ids, weight = torch.tensor([[0, 1, 0], [0, 2, 2], [3, 0, 3]]), [1e-45, 3e38, 1e-45, 1.0]
+    call, options = (ids, torch.ones_like(ids), torch.tensor(weight)), {"reduction": "none"}
     x = torch.tensor([[1.0, 2.0, 4.0, 8.0]]).repeat(3, 1).requires_grad_()
-    ids = torch.tensor([[0, 1, 0], [0, 2, 2], [3, 0, 3]])
-    mask = torch.ones_like(ids)
-    loss = positive_activation_loss(x, ids, mask, weight, reduction="none")
+    loss = positive_activation_loss(x, *call, **options)
     assert loss.tolist() == pytest.approx([-2.0, -2.5, -8.0])
     (gradient,) = torch.autograd.grad(loss.sum(), x)
     expected = torch.tensor([[0.0, -1, 0, 0], [-0.5, 0, -0.5, 0], [0, 0, 0, -1]])
@@ -105,9 +102,10 @@ def test_only_the_gradient_is_as_large_as_the_activations(saturating):
 
 @pytest.mark.parametrize("saturating", [False, True])
 def test_a_row_without_weight_gives_the_weights_no_gradient(saturating):
-    weight = torch.tensor([0.0, 0.0, 1.0], requires_grad=True)
-    x, ids, mask = torch.rand(2, 3), torch.tensor([[0, 1], [2, 1]]), torch.ones(2, 2)
-    loss = positive_activation_loss(x, ids, mask, weight, saturating=saturating)
-    loss.backward()
-    assert weight.grad[0] == 0
-    assert weight.grad.isfinite().all()
+    call = torch.rand(2, 3), torch.tensor([[0, 1], [2, 1]]), torch.ones(2, 2)
+    _, slope = value_and_gradients(
+        lambda w: positive_activation_loss(*call, w, saturating=saturating),
+        torch.tensor([0, 0, 1.0]),
+    )
+    assert slope[0] == 0
+    assert slope.isfinite().all()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from sparse_losses.functional import triplet_margin_loss
 from tests.cases import assert_follows_the_formula
+from tests.instruments import value_and_gradients
 from tests.strategies import draw, seeds, sizes, vectors
 
 kinds = st.sampled_from(["cosine", "dot", "euclidean"])
@@ -34,11 +35,11 @@ def test_a_negative_that_is_not_there_hides_its_nan_and_has_no_gradient(kind, va
         triplet_margin_loss(a[1:2], p[1:2], n[1:2, :1], **options),
     ]
     n[1, 1], n[2], a[2], p[2] = value, value, value, value
-    leaves = [x.requires_grad_() for x in (a, p, n)]
-    mask = torch.tensor([[1, 1], [1, 0], [0, 0]])
-    loss = triplet_margin_loss(*leaves, candidate_mask=mask, **options)
+    options["candidate_mask"] = torch.tensor([[1, 1], [1, 0], [0, 0]])
+    loss, grad_a, grad_p, grad_n = value_and_gradients(
+        lambda *x: triplet_margin_loss(*x, **options), a, p, n
+    )
     torch.testing.assert_close(loss, torch.stack(expected).mean())
-    grad_a, grad_p, grad_n = torch.autograd.grad(loss, leaves)
     for gradient in (grad_a[2], grad_p[2], grad_n[2], grad_n[1, 1]):
         assert not gradient.any()
     for gradient in (grad_a[:2], grad_p[:2], grad_n[0], grad_n[1, 0]):
@@ -48,9 +49,7 @@ def test_a_negative_that_is_not_there_hides_its_nan_and_has_no_gradient(kind, va
 
 def test_a_mask_is_of_several_negatives():
     with pytest.raises(ValueError, match="candidate_mask"):
-        triplet_margin_loss(
-            *(draw(seed, 3, 4) for seed in range(3)), candidate_mask=torch.ones(3, 1)
-        )
+        triplet_margin_loss(*draw(0, 3, 3, 4), candidate_mask=torch.ones(3, 1))
 
 
 @given(seeds, st.floats(0.01, 4.0))

@@ -23,12 +23,20 @@ from sparse_losses.objective import terms
 from tests.porting.compare import N, Q, V, activations, assert_equal
 from tests.representation.tiny_models import tokenizer
 
+DOT = {"temperature": 0.5, "similarity": "dot"}
+
 
 class Given(torch.nn.Module):
-    """A model whose texts are their vectors."""
+    """A model whose texts are their vectors, by a key; with the tokenizer that GIST asks for."""
+
+    max_seq_length = 9
+
+    def __init__(self, key="vectors"):
+        super().__init__()
+        self.key, self.tokenizer = key, tokenizer("wordpiece")
 
     def forward(self, features):
-        return {"sentence_embedding": features["vectors"]}
+        return {"sentence_embedding": features[self.key]}
 
 
 @pytest.fixture
@@ -104,12 +112,11 @@ def test_multiple_negatives_ranking_in_both_directions(columns):
     both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
     loss = SparseMultipleNegativesRankingLoss(None, scale=2.0, **both)
     query, positive, *negatives = columns
-    dot = {"temperature": 0.5, "similarity": "dot"}
     theirs = loss.compute_loss_from_embeddings([query, positive], None)
-    assert_equal(theirs, sl.InfoNCELoss(**dot, symmetric=True)(query, positive), query, positive)
+    assert_equal(theirs, sl.InfoNCELoss(**DOT, symmetric=True)(query, positive), query, positive)
 
     theirs = loss.compute_loss_from_embeddings(columns, None)
-    info_nce = sl.InfoNCELoss(**dot)
+    info_nce = sl.InfoNCELoss(**DOT)
     forth, back = info_nce(query, positive, torch.cat(negatives)), info_nce(positive, query)
     assert_equal(theirs, (forth + back) / 2, *columns)
 
@@ -118,27 +125,13 @@ def test_multiple_negatives_ranking_with_negatives_from_both_sides(columns):
     joint = {"directions": ("query_to_doc", "query_to_query", "doc_to_doc")}
     loss = SparseMultipleNegativesRankingLoss(None, scale=2.0, **joint)
     theirs = loss.compute_loss_from_embeddings(columns[:2], None)
-    sources = ("document", "query", "positive")
-    ours = sl.InfoNCELoss(temperature=0.5, similarity="dot", negatives_from=sources)
+    ours = sl.InfoNCELoss(**DOT, negatives_from=("document", "query", "positive"))
     assert_equal(theirs, ours(*columns[:2]), *columns[:2])
-
-
-class Guide(torch.nn.Module):
-    """A model of a guide's vectors, or of the student's; with the tokenizer that GIST asks for."""
-
-    max_seq_length = 9
-
-    def __init__(self, key):
-        super().__init__()
-        self.key, self.tokenizer = key, tokenizer("wordpiece")
-
-    def forward(self, features):
-        return {"sentence_embedding": features[self.key]}
 
 
 def gist(columns, guides, **options):
     features = [{"x": x, "guide": y} for x, y in zip(columns, guides, strict=True)]
-    return GISTEmbedLoss(Guide("x"), Guide("guide"), temperature=0.2, **options)(features, None)
+    return GISTEmbedLoss(Given("x"), Given("guide"), temperature=0.2, **options)(features, None)
 
 
 BOUNDS = [("absolute", 0.0, {"margin": 0.0}), ("absolute", 0.1, {"margin": -0.1})]

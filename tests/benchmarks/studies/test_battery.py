@@ -36,7 +36,7 @@ def test_every_model_starts_sparse_and_is_pruned_to_its_number(model, texts):
 
 
 def test_targets_share_a_training_that_does_not_use_them(texts, monkeypatch, tmp_path):
-    alike = [dataclasses.replace(battery.Row(), steps=2, batch=4, target=n) for n in (32, 64)]
+    alike = [dataclasses.replace(battery.Row("bag"), steps=2, batch=4, target=n) for n in (32, 64)]
     monkeypatch.setattr(battery, "ROWS", alike)
     monkeypatch.setattr(battery, "Texts", lambda: texts)
     path = tmp_path / "battery.csv"

@@ -2,31 +2,22 @@
 
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from benchmarks.run.table import read
 from benchmarks.studies import beir, collection, learn
 from sparse_losses import SpladeEncoder
-from tests.benchmarks.studies.conftest import TOPICS
+from tests.representation import tiny_models
 
 
-@pytest.fixture(params=["BertForMaskedLM", "BertModel"])
-def pretrained(request, tmp_path):
+@pytest.fixture(params=[True, False], ids=["with its head", "without"])
+def pretrained(request, tmp_path, monkeypatch):
     """Returns the folder of a tiny model with its tokenizer, and both of them."""
-    words = ["[PAD]", "[CLS]", "[UNK]", "[SEP]", *sorted(set(" ".join(TOPICS.values()).split()))]
-    words.insert(9, "never")
-    tokens = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
-    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokens.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 1))
-    marks = {f"{name.lower()[1:-1]}_token": name for name in words[:4]}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, **marks)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.BertConfig(vocab_size=len(words) + 3, intermediate_size=32, **sizes)
-    model = getattr(transformers, request.param)(config)
+    monkeypatch.setattr(collection, "LENGTHS", (32, 200))  # its tokens are letters
+    model, tokenizer = tiny_models.pair("bert", max_position_embeddings=200)
+    model = model if request.param else model.bert
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "tiny" / "model")
-    return tmp_path / "tiny" / "model", model.eval(), tokenizer
+    return tmp_path / "tiny" / "model", model, tokenizer
 
 
 def test_the_cut_model_gives_the_vectors_of_the_whole(folder, pretrained):
@@ -64,5 +55,6 @@ def test_pretrained_models_and_one_from_scratch_are_trained(folder, pretrained, 
 
 
 def test_a_missing_model_ends_with_a_sentence(folder):
-    with pytest.raises(SystemExit, match="error: cannot load the --model nowhere/at-all"):
-        collection.main(["--data", str(folder), "--model", "nowhere/at-all"])
+    nowhere = str(folder / "nowhere")  # not the name of a repository: nobody is asked
+    with pytest.raises(SystemExit, match=f"error: cannot load the --model {nowhere}"):
+        collection.main(["--data", str(folder), "--model", nowhere])
