@@ -68,18 +68,29 @@ def logits_at(weights: Tensor, activation: str) -> Tensor:
     return logits.expm1() if activation == "log1p_relu" else logits
 
 
+def largest_entries(x: Tensor, count: int) -> Tensor:
+    """Return where each row has its ``count`` largest entries, with all that equal the last."""
+    return x >= x.topk(min(count, x.shape[-1]), dim=-1).values[..., -1:]
+
+
 def pruned_weights(
-    weights: Tensor, threshold: float, *, activation: str, counted: Tensor | None = None
+    weights: Tensor,
+    threshold: float,
+    keep_at_least: int,
+    *,
+    activation: str,
+    counted: Tensor | None = None,
 ) -> Tensor:
     """Return the weights whose pooled logit is above ``threshold``, 0 in place of the others.
 
-    The largest of a row, among the dimensions that are ``counted`` (a mask ``[V]``), always stays,
-    so that no text becomes empty.
+    The ``keep_at_least`` largest of a row, among the dimensions that are ``counted`` (a mask
+    ``[V]``), always stay, so that no text becomes empty.
     """
-    rivals = weights if counted is None else torch.where(counted, weights, 0.0)
-    is_largest = rivals >= rivals.amax(-1, keepdim=True)
-    is_dropped = weights <= weight_at(threshold, activation)  # a NaN stays
-    return torch.where(is_dropped & ~is_largest, 0.0, weights)
+    is_kept = ~(weights <= weight_at(threshold, activation))  # a NaN stays
+    if keep_at_least:
+        rivals = weights if counted is None else torch.where(counted, weights, 0.0)
+        is_kept = is_kept | largest_entries(rivals, keep_at_least)
+    return torch.where(is_kept, weights, 0.0)
 
 
 def check_threshold(threshold: float | Tensor | None, vocab_size: int) -> None:

@@ -40,12 +40,14 @@ class SpladeEncoder(nn.Module):
     $\ell_{sj}$ are the model's logits at the pooled positions $s$, $g$ is the gate and $u$ are the
     idf weights (1 without them). ``SpladeHead`` computes them without storing ``[B, S, V]``.
 
-    With ``expansion=False`` only the tokens of the text have weight, but for special tokens: a
-    small network gives each position one logit, and a token gets the largest of its positions.
+    With ``expansion=False`` only the tokens of the text have weight, but for special tokens. A
+    small network on the hidden states gives one logit per position; a token gets the largest logit
+    of its positions.
 
     Args:
         model: A masked or causal language model of ``transformers``, or a ``PeftModel`` around it.
-            ``resize_token_embeddings``, which replaces the matrix, comes before.
+            With ``expansion=False`` only its encoder is kept. ``resize_token_embeddings``, which
+            replaces the matrix, comes before.
         tokenizer: Its tokenizer. Without a padding token, it pads with its end-of-text token.
         expansion: Whether a text may have weight at tokens that are not in it.
         gate: A ``ContextGate``, or ``True`` for a new one.
@@ -55,24 +57,26 @@ class SpladeEncoder(nn.Module):
         importance: The network of ``expansion=False``: ``"mlp"``, two layers, or ``"linear"``, one
             as in BGE-M3.
         pool_special_tokens: Whether special tokens of the tokenizer give weights to other tokens.
-        activation: As in ``splade_head``; with ``expansion=False`` also ``"identity"``, the ReLU.
+        activation: As in ``splade_head``; with ``expansion=False`` also ``"identity"``: the ReLU
+            alone, as in BGE-M3.
         softcap: The soft cap of the logits. ``None``: that of the model.
         logit_scale: A factor > 0 on the logits, of models whose head has a large norm, such as
-            decoders and ModernBERT. ``"auto"`` measures it as in ``SpladeHead``. Where a
-            normalisation comes before the projection, as in masked models, it is multiplied into
-            the model's weights.
+            decoders and ModernBERT. ``None``: 1. ``"auto"`` measures it as in ``SpladeHead``, on
+            the first batch in training mode. Where a normalisation comes before the projection, as
+            in masked models, it is multiplied into the model's weights, and then it is ``None``.
         bidirectional: Whether each position of a causal language model attends to later ones.
         prune_ratio: The default ``prune_ratio`` of ``encode``.
         max_active_dims: The default ``max_active_dims`` of ``encode``.
-        document_threshold: A dimension of a document is 0 unless its pooled logit is above it, or
-            the document's largest. ``calibrate`` sets this and the next two.
+        document_threshold: A dimension of a document is 0 unless its pooled logit is above it.
+            ``calibrate`` sets this and the next three.
         query_threshold: The same for queries.
+        keep_at_least: How many of its largest dimensions a text keeps whatever the threshold is.
         budgets: Pairs of both thresholds by the number of active dimensions that they give.
         prompts: What ``encode`` puts before texts: a dict with ``"document"`` and ``"query"``.
 
     Raises:
         TypeError: for another kind of model or gate.
-        ValueError: for settings, a gate, idf weights or a tokenizer that do not fit the model.
+        ValueError: for a gate, idf weights, a maximum or a tokenizer that do not fit the model.
 
     Examples:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -119,6 +123,7 @@ class SpladeEncoder(nn.Module):
         max_active_dims: int | None = None,
         document_threshold: float | None = None,
         query_threshold: float | None = None,
+        keep_at_least: int = 1,
         budgets: dict[float, tuple[float | None, float | None]] | None = None,
         prompts: dict[str, str] | None = None,
     ) -> None:
@@ -130,7 +135,7 @@ class SpladeEncoder(nn.Module):
         self.document_threshold, self.query_threshold = document_threshold, query_threshold
         pairs = dict(budgets or {}).items()  # a list of pairs in JSON, which has no such keys
         self.budgets = {number: (pair[0], pair[1]) for number, pair in pairs}
-        self.prompts = prompts
+        self.keep_at_least, self.prompts = keep_at_least, prompts
         parts.check(self._settings() | {"importance": importance})
         inner, model = unwrapped(model), getattr(model, "_orig_mod", model)
         if expansion:
@@ -204,8 +209,13 @@ class SpladeEncoder(nn.Module):
             apply_idf: Whether to multiply with the idf weights; ``None``: if there are any.
             side: ``"document"`` or ``"query"``: prune by that side's threshold.
             active: One of the numbers in ``budgets``, whose threshold is used.
-            layout: ``torch.sparse_csr``: with expansion, without idf weights and threshold.
+            layout: ``torch.sparse_csr``, as in ``splade_head``: with expansion, without idf weights
+                and threshold.
             **inputs: Other inputs of the model, such as ``token_type_ids``.
+
+        Raises:
+            ValueError: for ids outside [0, V), and options that do not go together.
+            RuntimeError: if the model's output embeddings were replaced.
         """
         check_shapes(input_ids=(input_ids, "B S"))
         everywhere = torch.tensor(True, device=input_ids.device)
@@ -233,7 +243,7 @@ class SpladeEncoder(nn.Module):
             activations = weights_of(logits, self.activation)
         if threshold is not None:
             how: Any = {"activation": self.activation, "counted": None if idf is None else idf > 0}
-            activations = pruned_weights(activations, threshold, **how)
+            activations = pruned_weights(activations, threshold, self.keep_at_least, **how)
         if is_weighted:
             activations = activations * idf
         return (activations, logits) if return_logits else activations
@@ -320,6 +330,10 @@ class SpladeEncoder(nn.Module):
                 dropped. ``None``: the encoder's.
             max_active_dims: How many weights a text keeps at most. ``None``: the encoder's.
             show_progress: Whether to show a progress bar; ``None``: in a terminal.
+
+        Raises:
+            TypeError: for anything but a sequence of strings.
+            ValueError: if a text's activations are not finite.
         """
         check_choice("output", output, ("csr", "dense", "tokens"))
         encoding.check_pruning(prune_ratio, max_active_dims)
@@ -348,7 +362,11 @@ class SpladeEncoder(nn.Module):
     ) -> list[dict[str, float]]:
         """Return the ``k`` tokens of largest weight of each text or vector, the largest first.
 
-        Vectors are floating ``[N, V]``, dense or sparse; texts take the options of ``encode``.
+        Args:
+            texts_or_vectors: Strings; or finite floating vectors ``[N, V]``, dense or sparse, of
+                which positive entries count.
+            k: The number of tokens, at least 1.
+            **options: Options of ``encode``, for texts only.
         """
         check_integer("k", k, minimum=1)
         if not isinstance(vectors := texts_or_vectors, Tensor):
@@ -367,8 +385,11 @@ class SpladeEncoder(nn.Module):
 
         $$w_s = \max_j u_j \log\bigl(1 + \mathrm{ReLU}(g_j \, \ell_{sj})\bigr)$$
 
-        Each text has its tokens in order, with special tokens. With ``expansion=False`` a position
-        activates its own token only, and special tokens have a weight of 0.
+        With ``expansion=False`` a position activates its own token only, and special tokens have a
+        weight of 0.
+
+        Returns:
+            For each text its tokens in order, with special tokens, each with its weight >= 0.
         """
         encoding.check_texts(texts)
         with torch.no_grad(), evaluating(self):
@@ -418,9 +439,12 @@ class SpladeEncoder(nn.Module):
             **options: Other arguments of the class, left out: as saved; and options of the loaders
                 of ``transformers``, such as ``dtype`` and ``revision``.
 
-        An ``OSError`` tells that there is no such folder, or that it is incomplete or damaged, a
-        ``ValueError`` that sentence-transformers saved it with modules that compute something else,
-        a warning that the checkpoint lacks weights: they are random then.
+        Raises:
+            OSError: if there is no such folder, or it is incomplete or damaged.
+            ValueError: if sentence-transformers saved it with modules that compute something else.
+
+        Warns:
+            UserWarning: if the checkpoint lacks weights: they are random then.
         """
         own = {name: x for name in OPTIONS if (x := options.pop(name, None)) is not None}
         folder = Folder(name_or_path, **options)
@@ -467,8 +491,10 @@ class SpladeEncoder(nn.Module):
             start_active: Active dimensions of a text at the start.
             **options: As in ``from_pretrained``, without ``expansion`` and ``logit_scale``.
 
-        A checkpoint with a trained head, which ``from_pretrained`` loads, is refused, as are
-        architectures with another head, such as ALBERT's, whose word embeddings are narrower.
+        Raises:
+            ValueError: if the checkpoint has a trained head, which ``from_pretrained`` loads.
+            TypeError: if its architecture has no masked language model, or one with another head,
+                such as ALBERT's, whose word embeddings have another width.
         """
         if given := ", ".join({"expansion", "importance", "logit_scale"} & options.keys()):
             raise TypeError(f"expected no {given} for a dense encoder")
@@ -495,7 +521,12 @@ class SpladeEncoder(nn.Module):
 
         ``transformers`` and sentence-transformers load the folder, too; the latter prunes by
         ``max_active_dims`` alone. Of a ``PeftModel`` the adapters are saved, with the name of the
-        base model. Until the last file is written the folder does not load. Other files stay.
+        base model. Until the last file is written the folder does not load. Files of other names
+        stay.
+
+        Raises:
+            TypeError: for parameters that are sharded over ranks.
+            ValueError: for adapters of a base model without a path, or several of them.
         """
         if any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
             how = "save by torch.distributed.checkpoint, and load that in one process"

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from sparse_losses._core.activation import (
     Activation,
     check_threshold,
+    pruned_weights,
     splade_activation,
 )
 from sparse_losses._core.checks import (
@@ -233,6 +234,7 @@ class SpladeHead(LossModule):
     softcap: float | None
     threshold: float | Tensor | None
     measured_scale: Tensor | None
+    keep_at_least: int = 0  # largest entries that `threshold` leaves in every row; of `calibrate`
 
     def __init__(
         self,
@@ -354,7 +356,19 @@ class SpladeHead(LossModule):
         hidden, weight, bias = self._operands(hidden)
         options = self.hyperparameters(layout=layout)
         options |= {"gate": gate, "return_logits": return_logits}
-        return splade_head(hidden, weight, bias, attention_mask, **options)
+        threshold = self.threshold
+        if not self.keep_at_least or not isinstance(threshold, float):
+            return splade_head(hidden, weight, bias, attention_mask, **options)
+        if options["layout"] != torch.strided:
+            raise ValueError(
+                f"expected dense vectors to prune, got layout={options['layout']}: calibrate with "
+                "keep_at_least=0"
+            )
+        output = splade_head(hidden, weight, bias, attention_mask, **options | {"threshold": None})
+        whole, logits = output if isinstance(output, tuple) else (output, None)
+        options = {"activation": self.activation}
+        kept = pruned_weights(whole, threshold, self.keep_at_least, **options)
+        return kept if logits is None else (kept, logits)
 
     def extra_repr(self) -> str:
         """Return the sizes and the hyperparameters."""

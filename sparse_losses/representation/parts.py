@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {
     **{"expansion": True, "pool_special_tokens": True, "activation": "relu"},
     **{"softcap": None, "logit_scale": None, "bidirectional": True},
     **{"prune_ratio": None, "max_active_dims": None},
-    **{"document_threshold": None, "query_threshold": None, "budgets": {}},
+    **{"document_threshold": None, "query_threshold": None, "keep_at_least": 1, "budgets": {}},
     "prompts": None,
 }
 
@@ -44,6 +44,7 @@ def check(settings: dict[str, Any]) -> None:
     for name, x in {**numbers, **thresholds}.items():
         if x is not None and (name, x) != ("logit_scale", "auto"):
             check_number(name, x, minimum=0.0, exclusive=name in numbers)
+    check_integer("keep_at_least", settings["keep_at_least"], minimum=0)
     check_pruning(settings["prune_ratio"], settings["max_active_dims"])
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.activation import Activation, logits_at, weight_at
-from sparse_losses._core.checks import check_choice, check_number, check_rows
+from sparse_losses._core.checks import check_choice, check_integer, check_number, check_rows
 from sparse_losses.representation._language_model import evaluating
-from sparse_losses.representation.encoding import batches
+from sparse_losses.representation.encoding import batches, check_texts
 from sparse_losses.representation.parts import SIDES
 from sparse_losses.sparsity.entries import Entries, products_limit
 from sparse_losses.sparsity.models import Adapter, Budgets, Limits, adapter_of
@@ -111,7 +111,7 @@ def calibrate_threshold(
     check_rows("activations", activations)
     check_choice("activation", activation, get_args(Activation))
     _check_number("target_active", target_active, activations.shape[-1], 0)
-    rows = Entries("row", 0.0, keeps_largest=False)
+    rows = Entries("row", 0.0, keep=0)
     rows.add(activations.detach().flatten(0, -2))
     rows.join()
     if math.isinf(_logit(largest := rows.maxima[0].max().item(), activation)):
@@ -128,21 +128,24 @@ def calibrate(
     query_target: float | Sequence[float] | None = None,
     target_products: float | None = None,
     method: Literal["prune", "shift"] = "prune",
+    keep_at_least: int = 1,
     batch_size: int = 32,
     show_progress: bool | None = None,
     verbose: bool = True,
 ) -> Calibration:
     r"""Make texts keep as many active dimensions as you name, on average.
 
-    ``"prune"`` is for a trained model: a text keeps its largest dimension and those whose pooled
-    logit is above the threshold of its side. A ``SpladeEncoder`` saves both thresholds. A
-    ``SparseEncoder`` has them in this process and in evaluation mode alone, that of the queries in
-    ``encode_query``. A ``SpladeHead`` keeps the documents' threshold, and no largest dimension.
-    The model's ``max_active_dims`` becomes ``None``.
+    ``"prune"`` is for a trained model: it finds a threshold for each side, and a text loses the
+    dimensions whose pooled logit is not above it. A ``SpladeEncoder`` keeps and saves thresholds. A
+    ``SparseEncoder`` prunes in this process and in evaluation mode alone, by the queries' threshold
+    in ``encode_query`` and else by the documents'. A ``SpladeHead`` keeps the documents' alone; the
+    queries' is returned. The thresholds take the place of the model's ``max_active_dims``, which
+    becomes ``None``.
 
     ``"shift"`` is for a start, before training: it subtracts a number from the bias of the
-    vocabulary projection (without expansion, of the importance layer), which changes both sides,
-    and removes thresholds. A bias in half precision may miss the number by a few percent.
+    vocabulary projection (of the importance layer with ``expansion=False``), which changes both
+    sides and can add dimensions, and removes thresholds. A bias in half precision may miss the
+    number by a few percent.
 
     With ``target_products`` one threshold (or shift) for both sides gives
     $\sum_j p_q(j) \, p_d(j)$ products of a query and a document; $p(j)$ is the share of a side's
@@ -152,15 +155,16 @@ def calibrate(
         model: a ``SpladeEncoder``, a ``SpladeHead``, or a ``SparseEncoder`` of a fill-mask
             transformer and ``SpladePooling``, or of a ``Router`` with these for documents.
         documents: texts like those to be encoded, which were not trained on; for a ``SpladeHead``
-            batches ``(hidden, attention_mask)`` of ``[B, S, H]`` and ``[B, S]``. They are read in
-            evaluation mode. Of many millions of entries a sample counts.
+            batches ``(hidden, attention_mask)`` of ``[B, S, H]`` and ``[B, S]``. It reads them in
+            evaluation mode. Of many millions of entries a sample of the texts counts.
         target_active: active dimensions of a document, in (0, V]. A ``SpladeEncoder`` takes several
             numbers: ``encode(texts, active=64)`` uses one of them, and else the largest.
-        queries: the same of the other side.
+        queries: the same as ``documents``, of the other side.
         query_target: active dimensions of a query: one number, or one for each of
-            ``target_active``. A side without a number keeps its threshold.
+            ``target_active``. A side without a number keeps the threshold that it has.
         target_products: products of a query and a document, > 0.
         method: ``"prune"`` or ``"shift"``.
+        keep_at_least: how many of its largest entries pruning leaves in every text.
         batch_size: texts a batch.
         show_progress: whether to show a progress bar; ``None``: after ten seconds.
         verbose: whether to print the result.
@@ -174,7 +178,7 @@ def calibrate(
 
     Warns:
         UserWarning: if more than half of the vocabulary is active, so that training should have
-            started sparse; if there is less than asked, or more because no text becomes empty.
+            started sparse; if there is less than asked, or ``keep_at_least`` leaves more.
 
     Examples:
         >>> import torch
@@ -188,18 +192,22 @@ def calibrate(
         [[True, False, False, False, False]]
     """
     check_choice("method", method, ("prune", "shift"))
+    check_integer("keep_at_least", keep_at_least, minimum=0)
     is_shift = method == "shift"
     sides: list[Entries] = []
+    kept, lowest = (0, -math.inf) if is_shift else (keep_at_least, 0.0)
     with contextlib.ExitStack() as stack, torch.no_grad():
         of = adapter_of(model, is_shift, stack)
-        keeps_largest, lowest = of.takes_texts and not is_shift, -math.inf if is_shift else 0.0
-        least = 1 if keeps_largest else 0
-        targets = _targets(of, is_shift, least, target_active, query_target, target_products)
+        targets = _targets(of, is_shift, kept, target_active, query_target, target_products)
         if queries is None and (query_target is not None or target_products is not None):
             raise ValueError("expected `queries` for `query_target` or `target_products`, got None")
         stack.enter_context(evaluating(model))
         for i, data in enumerate((documents, queries)[: 1 if queries is None else 2]):
-            sides.append(side := Entries(SIDES[i], lowest, keeps_largest=keeps_largest))
+            wanted = math.inf
+            if of.takes_texts:
+                check_texts(data)
+                wanted = max(pair[i] or math.inf for pair in targets) * len(data)
+            sides.append(side := Entries(SIDES[i], lowest, kept, wanted))
             for batch in _batches(of, data, batch_size, show_progress):
                 side.add(of.read(batch, SIDES[i]))
             side.join()
@@ -227,7 +235,7 @@ def calibrate(
         found = [_pruned(sides, pair, one, of) for pair in targets]
         budgets = {pair[0]: each[1] for pair, each in zip(targets, found, strict=True) if pair[0]}
         limits, thresholds = found[max(range(len(found)), key=lambda i: targets[i][0] or 0.0)]
-    of.prune(thresholds, budgets)
+    of.prune(thresholds, keep_at_least, budgets)
     after = _sparsity(sides, limits)
     result = Calibration(*thresholds, before, after, shift, budgets)
     if verbose:
@@ -276,7 +284,7 @@ def _sparsity(sides: Sequence[Entries], limits: Limits) -> Sparsity:
 
 
 def _targets(
-    of: Adapter, is_shift: bool, least: int, documents: Any, queries: Any, products: Any
+    of: Adapter, is_shift: bool, keep: int, documents: Any, queries: Any, products: Any
 ) -> list[Limits]:
     """Return the numbers of active dimensions of documents and queries, checked."""
     numbers = list(documents) if isinstance(documents, (list, tuple)) else [documents]
@@ -292,7 +300,7 @@ def _targets(
     for name, values in (("target_active", numbers), ("query_target", others)):
         for i, value in enumerate(values):
             if value is not None:
-                _check_number(name, value, of.vocab_size, least)
+                _check_number(name, value, of.vocab_size, keep)
                 values[i] = int(value) if value == int(value) else float(value)  # not NumPy's
     given = [x for x in (*numbers, *others, products) if x is not None]
     if not given or (products is not None and len(given) > 1):
@@ -302,8 +310,8 @@ def _targets(
     return list(zip(numbers, others, strict=True))
 
 
-def _check_number(name: str, value: float, vocab_size: int, least: int) -> None:
+def _check_number(name: str, value: float, vocab_size: int, keep: int) -> None:
     check_number(name, value, minimum=0.0, exclusive=True)
-    if not least <= value <= vocab_size:
-        lowest = f"from {least}" if least else "above 0 and up"
-        raise ValueError(f"expected `{name}` {lowest} to V = {vocab_size}, got {value}")
+    if not keep <= value <= vocab_size:
+        least = f"from `keep_at_least` = {keep}" if keep else "above 0 and up"
+        raise ValueError(f"expected `{name}` {least} to V = {vocab_size}, got {value}")

@@ -9,25 +9,31 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from sparse_losses._core.activation import largest_entries
+
 LIMIT = 1 << 24  # entries that are held, 12 bytes each
 
 
 class Entries:
-    """What the texts of one side have: counts of all, and the entries of as many as are held."""
+    """What the texts of one side have, and their largest entries, as many as are held.
+
+    If more are ``wanted`` than a quarter of ``LIMIT``, those of a sample of the texts are held.
+    """
 
     active: Tensor  # texts that have each dimension
     held: int  # texts of which entries are held, with their dimensions and values
     columns: Tensor
     values: Tensor
 
-    def __init__(self, name: str, lowest: float, *, keeps_largest: bool) -> None:
-        self.name, self.lowest, self.keeps_largest = name, lowest, keeps_largest
+    def __init__(self, name: str, lowest: float, keep: int, wanted: float = math.inf) -> None:
+        self.name, self.lowest, self.keep, self.wanted = name, lowest, keep, wanted
+        self.floor = lowest  # only entries above it are held
         self.texts, self.batches, self.stride = 0, 0, 1  # of every `stride` batches one is held
         self.maxima: list[Tensor] = []
         self.parts: list[tuple[int, Tensor, Tensor]] = []  # texts, dimensions, values
 
     def add(self, x: Tensor) -> None:
-        """Count a batch ``[B, V]``, and hold its entries."""
+        """Count and hold the entries of a batch ``[B, V]``."""
         x = x.detach().nan_to_num(self.lowest, math.inf, -math.inf)
         if self.lowest == 0.0 and (x < 0).any():
             raise ValueError(f"expected activations >= 0, got {x.min().item():g}")
@@ -37,13 +43,19 @@ class Entries:
         self.texts, self.batches = self.texts + len(x), self.batches + 1
         if (self.batches - 1) % self.stride:
             return
-        if self.keeps_largest:  # no limit is above these
-            x = torch.where((x >= x.amax(1, keepdim=True)) & (x > 0), math.inf, x)
-        row, column = (x > self.lowest).nonzero(as_tuple=True)
+        if self.keep:  # no limit is above these
+            x = torch.where(largest_entries(x, self.keep) & (x > 0), math.inf, x)
+        row, column = (x > self.floor).nonzero(as_tuple=True)
         self.parts.append((len(x), column.int().cpu(), x[row, column].double().cpu()))
-        if sum(len(values) for _, _, values in self.parts) > LIMIT:
-            # Half of the texts, which come sorted by length.
+        if sum(len(values) for _, _, values in self.parts) <= LIMIT:
+            return
+        if 4 * self.wanted > LIMIT:  # half of the texts, which come sorted by length
             self.parts, self.stride = self.parts[::2], 2 * self.stride
+            return
+        self.join()
+        self.values, order = self.values.topk(LIMIT // 2)
+        self.floor = self.values[-1].item()
+        self.parts = [(self.held, self.columns[order], self.values)]
 
     def join(self) -> None:
         """Join the parts."""
@@ -62,7 +74,7 @@ class Entries:
 
     def empty(self, limit: float | None) -> int:
         """Return how many texts have nothing above a limit."""
-        lowest = 0.0 if limit is None or self.keeps_largest else limit
+        lowest = 0.0 if limit is None or self.keep else limit
         return sum(int((x <= lowest).sum()) for x in self.maxima)
 
     def limit(self, target: float) -> float:

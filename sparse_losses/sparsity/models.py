@@ -27,7 +27,7 @@ class Adapter(NamedTuple):
     vocab_size: int
     thresholds: Limits
     read: Callable[[Any, str], Tensor]  # a batch and its side to what is counted, [B, V]
-    prune: Callable[[Limits, Budgets], None]
+    prune: Callable[[Limits, int, Budgets], None]
     bias: Callable[[], Tensor]
 
 
@@ -66,9 +66,9 @@ def _of_encoder(encoder: Any, signed: bool, stack: contextlib.ExitStack) -> Adap
         x = _present(x[1]) if signed else x
         return x if idf is None else torch.where(idf > 0, x, absent)
 
-    def prune(pair: Limits, budgets: Budgets) -> None:
+    def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
         encoder.document_threshold, encoder.query_threshold = pair
-        encoder.budgets = budgets
+        encoder.keep_at_least, encoder.budgets = keep_at_least, budgets
         if pair != (None, None):
             encoder.max_active_dims = None
 
@@ -96,10 +96,10 @@ def _of_head(head: SpladeHead, signed: bool, stack: contextlib.ExitStack) -> Ada
         x: Any = head(hidden, attention_mask, return_logits=signed, layout=torch.strided)
         return _present(x[1]) if signed else x
 
-    def prune(pair: Limits, budgets: Budgets) -> None:
+    def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
         if isinstance(head.threshold, Tensor):  # a buffer, which cannot become a number
             del head.threshold
-        head.threshold = pair[0]
+        head.threshold, head.keep_at_least = pair[0], keep_at_least
 
     def bias() -> Tensor:
         if head.bias is None:
@@ -114,6 +114,7 @@ class _Pruning:
     """The hook that prunes what a ``SparseEncoder`` gives in evaluation mode."""
 
     thresholds: Limits = (None, None)
+    keep_at_least = 1
 
     def __init__(self, activation: str) -> None:
         self.activation = activation
@@ -121,9 +122,12 @@ class _Pruning:
     def __call__(self, model: Any, args: Any, options: Any, output: Any) -> None:
         threshold = self.thresholds[options.get("task") == "query"]
         if threshold is not None and not model.training:
-            whole = output["sentence_embedding"]
-            kept = pruned_weights(whole, threshold, activation=self.activation)
-            output["sentence_embedding"] = kept
+            output["sentence_embedding"] = pruned_weights(
+                output["sentence_embedding"],
+                threshold,
+                self.keep_at_least,
+                activation=self.activation,
+            )
 
 
 def _of_sparse_encoder(model: Any, signed: bool, stack: contextlib.ExitStack) -> Adapter:
@@ -163,8 +167,8 @@ def _of_sparse_encoder(model: Any, signed: bool, stack: contextlib.ExitStack) ->
             return x.relu()  # static queries may have negative weights, which pruning takes
         return _present(seen.pop()) if seen else torch.where(x > 0, torch.inf, -torch.inf)
 
-    def prune(pair: Limits, budgets: Budgets) -> None:
-        pruning.thresholds = pair
+    def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
+        pruning.thresholds, pruning.keep_at_least = pair, keep_at_least
         if pair != (None, None):
             model.max_active_dims = None
 

@@ -242,6 +242,7 @@ def test_wrong_parts_and_settings_are_named():
         ({"max_active_dims": 0}, ValueError, "expected `max_active_dims` to be an integer >= 1"),
         ({"query_threshold": -1.0}, ValueError, "expected `query_threshold` to be a finite"),
         ({"budgets": {5: (-1.0, None)}}, ValueError, r"expected `budgets\[5\]\[0\]` to be a fini"),
+        ({"keep_at_least": -1}, ValueError, "expected `keep_at_least` to be an integer >= 0"),
     ]:
         with pytest.raises(error, match=match):
             SpladeEncoder(model, words, **options)

@@ -19,9 +19,14 @@ DOCUMENTS = [*CORPUS[:7], "dogs over the fox", "추천 메뉴", "U.S.A. weight"]
 QUIET = {"verbose": False}
 
 
-def kept(logits, t):
-    """Return which pooled logits stay above a threshold."""
-    return (logits > 0) & (logits > t)
+def kept(logits, t, at_least):
+    """Return which pooled logits stay above a threshold, by loops."""
+    result = np.zeros(logits.shape, dtype=bool)
+    for i, row in enumerate(logits):
+        last = min(sorted((x for x in row if x > 0), reverse=True)[:at_least], default=np.inf)
+        for j, x in enumerate(row):
+            result[i, j] = x > 0 and (x > t or x >= last)
+    return result
 
 
 def products(queries, documents):
@@ -38,10 +43,11 @@ def check_nearest(given, t, target, *sides):
 
 @st.composite
 def problems(draw):
-    """Logits of documents and queries, with many ties."""
+    """Logits of documents and queries, with many ties, and how many entries stay at least."""
     width, numbers = draw(st.integers(2, 5)), st.integers(-2, 5)
     shapes = [(draw(st.integers(1, 6)), width) for _ in range(2)]
-    return [draw(hnp.arrays(np.float64, shape, elements=numbers)) for shape in shapes]
+    logits = [draw(hnp.arrays(np.float64, shape, elements=numbers)) for shape in shapes]
+    return *logits, draw(st.integers(0, 2))
 
 
 def batches(logits):
@@ -53,15 +59,15 @@ def batches(logits):
 @given(problems(), st.floats(0.05, 1.0))
 @pytest.mark.filterwarnings("ignore:expected")
 def test_counts_are_the_nearest_there_are_and_the_report_is_right(problem, share):
-    documents, queries = problem
-    target = share * documents.shape[1]
+    documents, queries, keep = problem
+    target = max(keep, share * documents.shape[1])
     head = SpladeHead(torch.eye(documents.shape[1], dtype=torch.float64))
-    options = {"queries": batches(queries), "query_target": target}
+    options = {"queries": batches(queries), "query_target": target, "keep_at_least": keep}
     found = calibrate(head, batches(documents), target, **options, **QUIET)
     after, left = found.after, []
     for logits, t in zip((documents, queries), found[:2], strict=True):
-        check_nearest(lambda t, x=logits: kept(x, t).sum() / len(x), t, target, logits)
-        left.append(kept(logits, t))
+        check_nearest(lambda t, x=logits: kept(x, t, keep).sum() / len(x), t, target, logits)
+        left.append(kept(logits, t, keep))
     pruned = torch.cat([head(*batch) for batch in batches(documents)]).numpy() > 0
     assert (pruned == left[0]).all()
     assert after[:2] == pytest.approx([x.sum(1).mean() for x in left])
@@ -69,19 +75,20 @@ def test_counts_are_the_nearest_there_are_and_the_report_is_right(problem, share
     assert after.longest_list == pytest.approx(left[0].mean(0).max())
     assert after[4:] == tuple((~x.any(1)).sum() for x in left)
     assert found.before.products == pytest.approx(products(queries > 0, documents > 0))
+    assert found.before[4:] == after[4:] or keep == 0, "a text became empty"
 
 
 @given(problems(), st.floats(0.01, 3.0))
 @pytest.mark.filterwarnings("ignore:expected")
 def test_one_threshold_gives_the_products_that_are_nearest(problem, target):
-    documents, queries = problem
+    documents, queries, keep = problem
     head = SpladeHead(torch.eye(documents.shape[1], dtype=torch.float64))
-    options = {"queries": batches(queries), "target_products": target}
+    options = {"queries": batches(queries), "target_products": target, "keep_at_least": keep}
     found = calibrate(head, batches(documents), **options, **QUIET)
     assert found.document_threshold == found.query_threshold == head.threshold
 
     def given(t):
-        return products(kept(queries, t), kept(documents, t))
+        return products(kept(queries, t, keep), kept(documents, t, keep))
 
     assert found.after.products == pytest.approx(given(head.threshold))
     check_nearest(given, head.threshold, target, documents, queries)
@@ -229,9 +236,13 @@ def test_a_head_is_shifted_and_pruned_whatever_its_layout(layout):
     shifted = calibrate(head, iter(data), 12, method="shift", **QUIET)
     assert shifted.after.document_active == 12
     assert shifted.shift == pytest.approx(-head.bias[0].item(), rel=1e-5)
-    held = calibrate(head, iter(data), 6.5, **QUIET).document_threshold
+    if layout == torch.sparse_csr:
+        calibrate(head, data, 6.5, **QUIET)
+        with pytest.raises(ValueError, match="expected dense vectors to prune"):
+            head(*data[0])
+    held = calibrate(head, iter(data), 6.5, keep_at_least=0, **QUIET).document_threshold
     assert sum((head(*batch).to_dense() > 0).sum() for batch in data) == 6.5 * 12
-    found = calibrate(head, data, queries=data, query_target=2, **QUIET)
+    found = calibrate(head, data, queries=data, query_target=2, keep_at_least=0, **QUIET)
     assert head.threshold == found.document_threshold == held < found.query_threshold
     with pytest.raises(TypeError, match=r"a list of pairs \(hidden, attention_mask\), got one T"):
         calibrate(head, data[0], 2)
@@ -239,17 +250,19 @@ def test_a_head_is_shifted_and_pruned_whatever_its_layout(layout):
         calibrate(SpladeHead(torch.eye(8)), data, 2, method="shift")
 
 
-def test_memory_is_bounded(monkeypatch):
-    """Of too many entries those of a sample of the texts are held."""
+@pytest.mark.parametrize(("target", "is_known"), [(0.5, True), (5.0, True), (5.0, False)])
+def test_memory_is_bounded(target, is_known, monkeypatch):
+    """A count is exact where it fits; else a sample of the texts is used."""
     torch.manual_seed(0)
     monkeypatch.setattr(entries, "LIMIT", 8000)
     rows = torch.randn(1600, 50).relu()
-    texts = entries.Entries("document", 0.0, keeps_largest=False)
+    texts = entries.Entries("document", 0.0, 0, target * 1600 if is_known else math.inf)
     for part in rows.split(4):
         texts.add(part)
         assert sum(len(values) for _, _, values in texts.parts) <= 8000
     texts.join()
-    assert (rows > texts.limit(5.0)).sum().item() / 1600 == pytest.approx(5.0, rel=0.05)
+    count = (rows > texts.limit(target)).sum().item() / 1600
+    assert count == pytest.approx(target, rel=1e-9 if target == 0.5 else 0.05)
 
 
 def test_fewer_than_asked_is_a_warning_and_all_are_kept():
@@ -262,8 +275,10 @@ def test_fewer_than_asked_is_a_warning_and_all_are_kept():
         calibrate(encoder, DOCUMENTS, queries=TEXTS, target_products=140, **QUIET)
     with pytest.warns(UserWarning, match=r"expected 3 active dimensions a row, got 2: all"):
         assert calibrate_threshold(torch.tensor([[1.0, 2.0, 0.0]]), 3) == 0.0
-    with pytest.warns(UserWarning, match=r"expected 0.001 products of a .*, got .* at least"):
-        calibrate(encoder, DOCUMENTS, queries=TEXTS, target_products=0.001, **QUIET)
+    head = SpladeHead(torch.eye(3))
+    data = [(torch.tensor([[[1.0, 2.0, 0.0]]]), torch.ones(1, 1))]
+    with pytest.warns(UserWarning, match=r"expected 0.5 products of a .*, got 1 at least"):
+        calibrate(head, data, queries=data, target_products=0.5, **QUIET)
 
 
 @pytest.mark.filterwarnings("error:documents have")
@@ -319,8 +334,8 @@ def test_nan_counts_for_nothing_and_stays():
     ("options", "message"),
     [
         ({"target_active": 0}, "`target_active`"),
-        ({"target_active": 151}, "`target_active` from 1 to V = 150, got 151"),
-        ({"target_active": 0.5}, "from 1 to .*, got 0.5"),
+        ({"target_active": 151}, "`target_active` from `keep_at_least` = 1 to V = 150, got 151"),
+        ({"target_active": 0.5}, "`keep_at_least` = 1 .*, got 0.5"),
         ({"target_active": []}, "at least one `target_active`, got an empty list"),
         ({"target_active": None}, "dimensions or `target_products`, got "),
         ({"target_products": 1.0}, "dimensions or `target_products`, got "),
@@ -330,6 +345,7 @@ def test_nan_counts_for_nothing_and_stays():
         ({"target_active": (5, 9), "method": "shift"}, "expected one `target_active`"),
         ({"query_target": 3, "method": "shift"}, "one shift changes both sides"),
         ({"method": "cut"}, "`method`"),
+        ({"keep_at_least": -1}, "`keep_at_least`"),
         ({"queries": []}, "at least one query, got none"),
         ({"documents": "a text"}, "`texts`"),
         ({"documents": (text for text in TEXTS)}, "`texts`"),
