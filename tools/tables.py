@@ -5,6 +5,7 @@ A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; `
 """
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -135,30 +136,63 @@ def ranking(*documents: str, front: bool = False) -> str:
     return markdown((*head, *map(str.upper, collections), "products"), rows, words=3)
 
 
-def battery(arms: Mapping[str, str]) -> str:
-    """Recall@10 and products of the battery's models, pruned to 24 and 32 dimensions, by arm."""
-    runs: dict[str, dict[str, list[Row]]] = {}
-    for row in [*read(RESULTS / "start.csv"), *read(RESULTS / "battery.csv")]:
-        if row["asked_query"] == "24.0" and row["asked_document"] == "32" and row["arm"] in arms:
-            runs.setdefault(row["row"], {}).setdefault(row["arm"], []).append(row)
-
-    def cell(own: list[Row]) -> str:
-        recall, products = (mean(float(x[key]) for x in own) for key in ("recall_10", "products"))
-        return f"{share(recall)} ({products:.2g})"
-
-    rows = [
-        [name, *(cell(by[arm]) if arm in by else "" for arm in arms)]
-        for name, by in runs.items()
-        if len(by) > 1
-    ]
-    return markdown(("model", *arms.values()), rows)
+Cells = dict[tuple[str, str], dict[str, list[Row]]]  # by row and its number, then by arm
 
 
-STARTS = {"nothing": "as it is"}
-STARTS |= {f"start {x}, nothing": x for x in ("1/2", "1/4", "1/8", "1/16", "1/64")}
-ACTS = {"nothing": "nothing", "fixed x1000": "small FLOPS", "gain 32": "FLOPS by a gain"}
-ACTS |= {f"topk 32 from {x}": f"BatchTopK from {x}" for x in ("75%", "90%")}
-ACTS = {f"start 1/4, {arm}": name for arm, name in ACTS.items()}
+def runs_of(*files: str) -> Cells:
+    """Return the battery's rows, pruned to their number: three quarters of it for queries."""
+    runs: Cells = {}
+    for row in itertools.chain.from_iterable(read(RESULTS / file) for file in files):
+        arm = re.sub(r"(gain|topk) \d+", r"\1", row["arm"])
+        number = row["asked_document"] or "0"
+        if arm in ARMS and float(row["asked_query"] or -1) == 0.75 * float(number):
+            runs.setdefault((row["row"], number), {}).setdefault(ARMS[arm], []).append(row)
+    return runs
+
+
+def of_runs(own: Iterable[Row]) -> tuple[float, float]:
+    """Return recall@10 and products: means of the seeds."""
+    recall, products = zip(
+        *((float(x["recall_10"]), float(x["products"])) for x in own), strict=True
+    )
+    return mean(recall), mean(products)
+
+
+def battery(*columns: str) -> str:
+    """Recall@10 and products of the battery's models, by what they start with or what acts."""
+    rows = []
+    for (name, number), by in runs_of("start.csv", "battery.csv").items():
+        found = [of_runs(by[column]) if column in by else None for column in columns]
+        cells = ["" if x is None else f"{share(x[0])} ({x[1]:.2g})" for x in found]
+        if sum(map(bool, cells)) > 2:
+            rows.append([f"{name} to {number}", *cells])
+    return markdown(("model", *columns), rows)
+
+
+def verdicts() -> str:
+    """How many of the battery's rows rank higher or lower than the same start and pruning alone."""
+    rows = []
+    for arm in ("as it is", *ACTS):
+        for held_back in (False, True):
+            gains = []
+            for by in runs_of("battery.csv").values():
+                if arm in by and SPARSE in by and (by[arm][0]["held_back"] == "True") == held_back:
+                    gains.append(of_runs(by[arm])[0] - of_runs(by[SPARSE])[0])
+            kind = "held back" if held_back else "others"
+            counts = [sum(x > 0.01 for x in gains), sum(x < -0.01 for x in gains)]
+            ends = [f"{x:+.3f}" for x in (min(gains), max(gains))] if gains else ["", ""]
+            rows.append([arm, kind, str(len(gains)), *map(str, counts), *ends])
+    head = ("besides InfoNCE", "rows", "number", "higher by .01", "lower by .01", "worst", "best")
+    return markdown(head, rows, words=2)
+
+
+SPARSE = "1/4, nothing"
+STARTS = ("as it is", "1/2", SPARSE, "1/8", "1/16", "1/64")
+ACTS = ("small FLOPS", "FLOPS by a gain", "BatchTopK")
+ARMS = {"nothing": "as it is", "fixed": "FLOPS as documented"}
+ARMS |= {f"start {x.split(',')[0]}, nothing": x for x in STARTS[1:]}
+kinds = ("fixed x1000", "gain", "topk from 75%")
+ARMS |= {f"start 1/4, {kind}": name for kind, name in zip(kinds, ACTS, strict=True)}
 
 
 def demo(part: str) -> str:
@@ -224,8 +258,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "language models": language_models,
     "quality": functools.partial(ranking, "64", "32", "16", front=True),
     "ranking": functools.partial(ranking, "128", "64", "32", "16"),
-    "start": functools.partial(battery, STARTS),
-    "battery": functools.partial(battery, ACTS),
+    "start": functools.partial(battery, *STARTS),
+    "battery": functools.partial(battery, "as it is", "FLOPS as documented", SPARSE, *ACTS),
+    "verdicts": verdicts,
     "from dense": from_dense,
     "demo": functools.partial(demo, "rankings"),
     "demo vectors": functools.partial(demo, "vectors"),
