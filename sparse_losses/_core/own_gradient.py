@@ -29,7 +29,7 @@ def is_transformed() -> bool:
 
 
 def temperature_reason(temperature: float | Tensor, data: Tensor) -> str | None:
-    """Return which temperature an own gradient needs in place of this one, or ``None``."""
+    """Return which temperature an own gradient needs, or ``None`` if this one will do."""
     if isinstance(temperature, Tensor):
         where = f"`temperature` on {data.device}, where the data is, got {temperature.device}"
         return None if temperature.device == data.device else where

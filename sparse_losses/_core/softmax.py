@@ -42,7 +42,7 @@ def one_positive_rows(
     """Return InfoNCE per row, of a positive's score ``own [B]`` and the negatives not absent."""
     # The log-sum-exp is of differences: large scores that differ little keep their digits.
     shift = own.detach()
-    # The last difference is 0. It has the gradient of the positive, and its NaN.
+    # `shift - own` is 0; it carries the positive's gradient, and its NaN.
     gap = masked_logsumexp(scores - shift[:, None], absent) + (shift - own)
     return gap if decoupled else softplus(gap)
 
@@ -57,7 +57,7 @@ def one_positive_rows_and_gradient(
     own.zero_()
     others = gradient.sum(dim)
     own.sub_(others)
-    # Of an easy row `others` has the digits, of a hard one the positive's logarithm.
+    # In an easy row `others` is accurate, in a hard one the positive's logarithm is.
     return softplus(others.log() - own_of(log_probabilities)), gradient
 
 
@@ -91,7 +91,7 @@ def _mean_where(mask: Tensor, values: Tensor) -> Tensor:
 
 
 def masked_logsumexp(scores: Tensor, absent: Tensor | None) -> Tensor:
-    """Return the log-sum-exp of what is not absent, about the lowest number if there is nothing."""
+    """Return the log-sum-exp of what is not absent; of nothing, about the lowest number."""
     lowest = torch.finfo(scores.dtype).min
     if scores.shape[-1] == 0:
         return scores.sum(-1) + lowest

@@ -48,7 +48,7 @@ class Scores:
         cosine: whether to normalise the rows.
         hides_nan: whether only the scores of rows that are not finite are NaN: 0 * NaN would
             otherwise reach the gradient of what the caller masks.
-        own_key: whether of the first candidates each query has that of its row alone.
+        own_key: whether of the first candidates a query is scored with that of its own row only.
     """
 
     def __init__(

@@ -82,8 +82,8 @@ def info_nce_loss(
         in_batch: whether the other rows' positives are candidates.
         negatives_from: ``"document"`` stands for the other rows' positives, ``"query"`` adds the
             other anchors, ``"positive"`` adds the other positives, by their similarity to the row's
-            own positive. Where another row's positive is no negative of a row, what these two add
-            of that other row is none either.
+            own positive. If another row's positive is left out for a row, so is what these two add
+            from that other row.
         positive_ids: ``[B]`` integers that identify the positives. Another row's positive with the
             id of the row's own is a duplicate and is left out of the row's denominator.
         positive_mask: ``[B, B]`` bool, int or float 0/1; entry ``[i, j]`` marks positive ``j`` as a

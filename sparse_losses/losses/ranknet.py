@@ -76,7 +76,7 @@ def ranknet_loss(
         gap = gap.masked_fill(no_pair, 0.0)
     if isinstance(temperature, Tensor) or temperature != 1.0:
         gap = gap / temperature
-    with torch.no_grad():  # the cost of -inf is 0, and its slope is 0 without this mask's
+    with torch.no_grad():  # -inf costs 0 and has slope 0, so the mask needs no backward pass
         gap.masked_fill_(no_pair, -torch.inf)
     num_pairs = no_pair.shape[1] ** 2 - no_pair.sum((1, 2), dtype=gap.dtype)
     return reduce_means(softplus(gap).sum((1, 2)), num_pairs, reduction, gather)

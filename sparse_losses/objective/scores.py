@@ -13,7 +13,7 @@ from sparse_losses.distributed import num_ranks, rank
 from sparse_losses.losses.info_nce import InfoNCELoss, info_nce_from_scores, info_nce_loss
 from sparse_losses.objective.batch import Similarity, SpladeBatch, need, score
 
-# What InfoNCE of scores is told. Its `gather` exchanges no candidates, as that of InfoNCE does.
+# Settings that InfoNCE of scores takes over. Not `gather`: it exchanges no candidates there.
 FROM_SCORES = inspect.signature(info_nce_from_scores).parameters.keys() - {"gather"}
 DEFAULTS = {name: p.default for name, p in inspect.signature(info_nce_loss).parameters.items()}
 
@@ -21,8 +21,8 @@ DEFAULTS = {name: p.default for name, p in inspect.signature(info_nce_loss).para
 def told_scores(loss: nn.Module, batch: SpladeBatch) -> dict[str, Any] | None:
     """Return the arguments with which ``info_nce_from_scores`` equals a loss on vectors.
 
-    They are None if no term has computed the scores, or if nothing equals it: every hyperparameter
-    that it does not know, but the similarity, must be at its default, and no other code may run.
+    Return None if no term has computed the scores, if the loss has hooks, or if a hyperparameter
+    that scores cannot express is not at its default.
     """
     if type(loss) is not InfoNCELoss or loss._forward_hooks or loss._forward_pre_hooks:
         return None
@@ -31,7 +31,7 @@ def told_scores(loss: nn.Module, batch: SpladeBatch) -> dict[str, Any] | None:
     if batch.gather or similarity not in (batch.memory or {}):
         return None
     told = {name: settings.pop(name) for name in FROM_SCORES & settings.keys()}
-    # A tensor is no default; an option that InfoNCE itself does not know equals no loss.
+    # A tensor never counts as a default, nor does an option that InfoNCE itself lacks.
     if any(isinstance(x, Tensor) or x != DEFAULTS.get(name, loss) for name, x in settings.items()):
         return None
     scores, ids, mask = batch.scores(similarity), batch.positive_ids, candidate_mask(batch)

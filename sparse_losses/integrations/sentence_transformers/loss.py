@@ -76,7 +76,8 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         self._name = name = type(loss).__name__
         self._kind: Any = next((kind for kind in type(loss).__mro__ if kind in LOSSES), None)
         if self._kind is None or getattr(loss, "reduction", "mean") == "none":
-            raise TypeError(f"expected a loss of sparse_losses of one number, got {loss!r}")
+            known = ", ".join(kind.__name__ for kind in LOSSES)
+            raise TypeError(f"expected {known}, of one number, got {loss!r}")
         used, options = LOSSES[self._kind][2:], dict[str, Any](labels_are_ids=labels_are_ids)
         options |= {"teacher": teacher, "score_anchors": score_anchors, "prototype": prototype}
         received = [option for option, x in options.items() if x is not None and x is not False]
