@@ -35,7 +35,7 @@ def main(
     encoder.eval()
 
     queries, documents = map(list, zip(*held_out, strict=True))
-    found = calibrate(encoder, documents, 64, queries=queries, query_target=24)
+    found = calibrate(encoder, documents, 64, queries=queries, query_target=8)
     print(f"Recall@10 after training and pruning: {data.recall(encoder, held_out):.3f}")
     encoder.save_pretrained(folder)
     return found

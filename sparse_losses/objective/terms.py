@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_choice, check_number
+from sparse_losses._core.checks import check_choice, check_number, values_can_be_checked
 from sparse_losses._core.token_ids import TokenIds, as_mask, attended_ids, check_ids
 from sparse_losses.losses.distillation import DistillationLoss
 from sparse_losses.losses.flops import FlopsLoss
@@ -50,7 +50,7 @@ class Term(nn.Module):
         for name, value in settings.items():
             if name.endswith("_ids"):
                 ids = torch.as_tensor(check_ids(name, value), dtype=torch.int64, device="cpu")
-                if (ids < 0).any():
+                if values_can_be_checked(ids) and (ids < 0).any():
                     raise ValueError(f"expected `{name}` >= 0, got {ids.min().item()}")
                 self.register_buffer(name, ids, persistent=False)
             else:

@@ -186,7 +186,7 @@ def calibrate(
         >>> head = SpladeHead(torch.eye(5))
         >>> hidden = torch.tensor([[[2.0, 1.0, 0.0, 0.0, 0.0]]])
         >>> calibration = calibrate(head, [(hidden, torch.ones(1, 1))], target_active=1)
-        documents: 2 -> 1 dimensions, those above 1.449; 0 -> 0 empty
+        documents: 2 -> 1 dimensions, those above 1; 0 -> 0 empty
         longest posting list: 100.0% -> 100.0% of documents
         >>> (head(hidden) > 0).tolist()
         [[True, False, False, False, False]]

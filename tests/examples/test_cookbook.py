@@ -166,7 +166,7 @@ def test_inference_free(script, splade, tmp_path):
 
 
 def test_multi_label(script, splade):
-    before, after = script("multi_label").main(splade, steps=3)
+    before, after = script("multi_label").main(splade, steps=20)
     assert 0 < before < 1
     assert 0 < after < 1
     assert before != after
