@@ -1,6 +1,7 @@
 """The entries of a CSR tensor, with their gradient, and those of all ranks."""
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,17 @@ def csr_tensor(crow: Tensor, column: Tensor, values: Tensor, shape: tuple[int, .
 def with_values(x: Tensor, values: Tensor) -> Tensor:
     """Return a CSR tensor with the pattern of ``x``."""
     return csr_tensor(x.crow_indices(), x.col_indices(), values, x.shape)
+
+
+def concatenated(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of matrices, dense or CSR, one after the other."""
+    if parts[0].layout == torch.strided:
+        return torch.cat([*parts])
+    crow = torch.cat([x.crow_indices().diff() for x in parts]).cumsum(0)
+    crow = nnf.pad(crow, (1, 0)).to(parts[0].crow_indices().dtype)
+    column = torch.cat([x.col_indices() for x in parts])
+    values = torch.cat([x.values() for x in parts])
+    return csr_tensor(crow, column, values, (len(crow) - 1, parts[0].shape[1]))
 
 
 def values_at(x: Tensor, columns: Tensor) -> Tensor:

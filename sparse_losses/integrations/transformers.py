@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sparse_losses as sl
+from sparse_losses._core.checks import check_number
 from sparse_losses._core.extras import from_extra
 from sparse_losses.distributed import sum_over_ranks
 from sparse_losses.representation.encoding import check_texts
@@ -77,6 +78,15 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             raise ValueError(
                 "expected `queries` with `query_target` or `target_products`, got None"
             )
+        if calibrate_on is not None and not len(calibrate_on):
+            raise ValueError("expected some texts in `calibrate_on`, got none")
+        named: dict[str, Any] = {"calibrate_to": calibrate_to, "query_target": query_target}
+        if target_products is not None:
+            check_number("target_products", target_products, minimum=0.0, exclusive=True)
+        for key, given in named.items():
+            for number in given if isinstance(given, (list, tuple)) else [given]:
+                if number is not None:
+                    check_number(key, number, minimum=0.0, exclusive=True)
         self.schedules, self.diagnostics, self.encoder = schedules, dict(diagnostics or {}), encoder
         self.losses = dict(loss if isinstance(loss, Mapping) else {"loss": loss or nn.Module()})
         self.calibration: Any = {"documents": calibrate_on, "target_active": calibrate_to}

@@ -8,6 +8,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_shapes
+from sparse_losses._core.entries import concatenated
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.similarity import normalize
 from sparse_losses.objective.teacher import Teacher, score_batch
@@ -44,7 +45,7 @@ class Texts(NamedTuple):
 
     def flatten(self) -> "Texts":
         """Return the texts with one row per text."""
-        fields: Any = [None if x is None else x.flatten(0, -2) for x in self]
+        fields: Any = [x.flatten(0, -2) if x is not None and x.ndim > 2 else x for x in self]
         return Texts(*fields)  # not by `_replace`, which PyTorch 2.6 cannot compile
 
     def join(self, other: "Texts") -> "Texts":
@@ -56,7 +57,7 @@ class Texts(NamedTuple):
             if one is not None and two is not None:
                 longest = max(one.shape[-1], two.shape[-1])
                 pads = ((x, longest - x.shape[-1]) for x in (one, two))
-                one = torch.cat([nnf.pad(x, (0, n)) if n else x for x, n in pads])
+                one = concatenated([nnf.pad(x, (0, n)) if n else x for x, n in pads])
             fields.append(one)
         return Texts(*fields)
 

@@ -74,7 +74,7 @@ def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> GradientR
                 activations = texts.activations.detach() + (slope - slope.detach())
                 sides.append(texts._replace(activations=activations, logits=leaf))
         values = objective.values(SpladeBatch(*sides, *batch[3:8]))  # type: ignore[call-arg]
-        weighted = [objective.weights[name] * value for name, value in values.items()]
+        weighted = [objective._weight(name) * value for name, value in values.items()]
     gradients = [
         torch.autograd.grad(term, leaves, retain_graph=True, materialize_grads=True)
         if term.requires_grad

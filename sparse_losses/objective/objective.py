@@ -82,8 +82,15 @@ class SpladeObjective(nn.Module):
 
     def _apply(self, *args: Any, **options: Any) -> Self:
         super()._apply(*args, **options)  # type: ignore[no-untyped-call]
-        self.weights.update(self.learned_weights)  # other objects, on a meta device
+        own = {name for name, w in self.weights.items() if isinstance(w, nn.Parameter)}
+        learned = self.learned_weights.items()
+        self.weights.update({name: x for name, x in learned if name in own})  # other objects
         return self
+
+    def _weight(self, name: str) -> float | Tensor:
+        """Return a weight; one that is learned as the module has it, which may be loaded since."""
+        is_learned = isinstance(self.weights[name], nn.Parameter) and name in self.learned_weights
+        return self.learned_weights[name] if is_learned else self.weights[name]
 
     def active(self) -> list[str]:
         """Return the names of the terms that are called: their weight is not 0, or a tensor."""
@@ -94,7 +101,7 @@ class SpladeObjective(nn.Module):
     def forward(self, batch: SpladeBatch) -> ObjectiveOutput:
         """Return the weighted sum and the value of every active term."""
         values = self.values(batch)
-        weighted = [self.weights[name] * value for name, value in values.items()]
+        weighted = [self._weight(name) * value for name, value in values.items()]
         if not weighted:  # the sum is 0 and must be part of the graph
             x = batch.anchor.activations
             weighted = [x[:0].sum(dtype=compute_dtype(activations=x))]

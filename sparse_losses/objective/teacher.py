@@ -26,7 +26,8 @@ class BM25Teacher(nn.Module):
     Args:
         document_frequency: counts of the corpus' documents, on the encoder's own tokens.
         special_token_ids: tokens without a score or a length: ``tokenizer.all_special_ids``.
-        k1, b: as in ``bm25_scores``.
+        k1: as in ``bm25_scores``.
+        b: as in ``bm25_scores``.
 
     Examples:
         >>> import torch

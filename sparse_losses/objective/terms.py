@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_number, values_can_be_checked
+from sparse_losses._core.entries import with_values
 from sparse_losses._core.token_ids import TokenIds, as_mask, attended_ids, check_ids
 from sparse_losses.losses.distillation import DistillationLoss
 from sparse_losses.losses.flops import FlopsLoss
@@ -80,7 +81,10 @@ def _hide(ids: Tensor, activations: Tensor) -> Tensor:
         return activations
     every, size = torch.ones_like(ids, dtype=torch.bool), activations.shape[-1]
     ids = attended_ids("stopword_ids", ids, every, size, gathered=True)
-    return activations.index_fill(-1, ids, 0.0)
+    if activations.layout == torch.strided:
+        return activations.index_fill(-1, ids, 0.0)
+    is_hidden = torch.isin(activations.col_indices(), ids)
+    return with_values(activations, activations.values().masked_fill(is_hidden, 0.0))
 
 
 def info_nce(loss: Loss = None, *, stopword_ids: TokenIds = ()) -> Term:
@@ -92,7 +96,11 @@ def _info_nce(batch: SpladeBatch, loss: Any, stopword_ids: Tensor) -> Tensor:
     if len(stopword_ids) == 0 and (told := told_scores(loss, batch)) is not None:
         return info_nce_from_scores(**told)
     vectors = [None if x is None else _hide(stopword_ids, x.activations) for x in batch[:3]]
-    masks = {"positive_ids": batch.positive_ids, "candidate_mask": batch.candidate_mask}
+    mask = batch.candidate_mask
+    if mask is not None and not getattr(loss, "in_batch", True):  # the own positive, the negatives
+        whole: Any = candidate_mask(batch)
+        mask = torch.cat([whole.diagonal()[:, None], whole[:, len(whole) :]], 1)
+    masks = {"positive_ids": batch.positive_ids, "candidate_mask": mask}
     return _call(loss, batch, *vectors, **masks)
 
 

@@ -501,7 +501,8 @@ class SpladeEncoder(nn.Module):
         encoding.check_texts(texts)
         if not texts:
             raise ValueError("expected some `texts` to measure the start on, got none")
-        own = {name: options.pop(name) for name in OPTIONS if name in options}
+        names = (*OPTIONS, "gate", "idf_weights")
+        own = {name: options.pop(name) for name in names if name in options}
         folder = Folder(name_or_path, is_dense=True, **options)
         saved, _ = folder.read()
         model, tokenizer = folder.read_model(has_logits=True, **options)

@@ -1,5 +1,6 @@
 """The SPLADE head: from hidden states to sparse vectors without storing ``[B, S, V]``."""
 
+import warnings
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,12 @@ from sparse_losses.fast.head_entries import Inputs, csr_head, operand_type
 from sparse_losses.fast.head_packed import packed_entries
 from sparse_losses.fast.head_tiles import tiled_entries
 from sparse_losses.representation._language_model import head_of
-from sparse_losses.representation.scale import measured_scale, multiply, scaled_parameters
+from sparse_losses.representation.scale import (
+    SELF_DOT,
+    measured_scale,
+    multiply,
+    scaled_parameters,
+)
 
 Impl = Literal["auto", "definition", "packed", "tiles"]
 
@@ -302,6 +308,17 @@ class SpladeHead(LossModule):
             return splade_activation(scale * logits, None, gate, return_logits=False, **how)
 
         scale = measured_scale(weights_at, logits)
+        if values_can_be_checked(scale) and scale.isnan():  # measure the next batch
+            self.measured_scale.fill_(torch.nan)
+            self.awaits_scale = True
+            return
+        if values_can_be_checked(scale) and scale == 1.0:
+            warnings.warn(
+                f"expected a scale at which texts have a dot product of {SELF_DOT:g} with "
+                "themselves, got none: it stays 1",
+                stacklevel=2,
+            )
+        scale = scale.nan_to_num(1.0)
         if self._can_fold():
             multiply(self._folds_into, scale)
         else:

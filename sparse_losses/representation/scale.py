@@ -17,7 +17,10 @@ LARGEST = 14.0  # of the scale's logarithm
 
 @torch.no_grad()
 def measured_scale(weights_at: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-    """Return the first rank's scale that gives vectors ``[B, V]`` ``SELF_DOT``; 1 if all are 0."""
+    """Return the first rank's scale that gives vectors ``[B, V]`` ``SELF_DOT``.
+
+    It is 1 if none does, as behind a low soft cap, and NaN if all vectors are 0 or not finite.
+    """
     low, high = like.new_full((2,), -LARGEST).unbind()
     high = -high
     for _ in range(30):
@@ -26,7 +29,9 @@ def measured_scale(weights_at: Callable[[Tensor], Tensor], like: Tensor) -> Tens
         found = own.sum() / (own > 0).sum()  # a NaN without any
         is_more = found > SELF_DOT
         low, high = torch.where(is_more, low, middle), torch.where(is_more, middle, high)
-    return gather_rows(torch.where(found > 0, middle.exp(), 1.0)[None])[0]
+    is_reached = (found / SELF_DOT - 1).abs() < 0.1
+    scale = torch.where(is_reached, middle.exp(), torch.where(found > 0, 1.0, torch.nan))
+    return gather_rows(scale[None])[0]
 
 
 @torch.no_grad()

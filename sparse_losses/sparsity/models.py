@@ -67,6 +67,8 @@ def _of_encoder(encoder: Any, signed: bool, stack: contextlib.ExitStack) -> Adap
         return x if idf is None else torch.where(idf > 0, x, absent)
 
     def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
+        if not budgets and pair[0] == encoder.document_threshold:  # new for queries alone
+            budgets = {number: (held[0], pair[1]) for number, held in encoder.budgets.items()}
         encoder.document_threshold, encoder.query_threshold = pair
         encoder.keep_at_least, encoder.budgets = keep_at_least, budgets
         if pair != (None, None):

@@ -153,6 +153,17 @@ PRODUCTS = {"target_products": 0.5, "calibrate_on": ["a"] * 5}
         ({"target_products": 0.5}, ValueError, "expected `calibrate_on` with"),
         (PRODUCTS, ValueError, "expected `queries` with `query_target` or `target_products`"),
         (PRODUCTS | {"calibrate_to": 3}, ValueError, "`target_products` or numbers of dimensions"),
+        (
+            PRODUCTS | {"target_products": 0, "queries": ["a"]},
+            ValueError,
+            "`target_products` to be a finite number > 0",
+        ),
+        (
+            {"calibrate_on": ["a"], "calibrate_to": (3, -1)},
+            ValueError,
+            "number > 0, got -1",
+        ),
+        ({"calibrate_on": [], "calibrate_to": 3}, ValueError, "some texts in `calibrate_on`"),
     ],
 )
 def test_wrong_arguments_are_errors(options, error, message):

@@ -96,6 +96,60 @@ def test_without_terms_the_total_is_0_with_a_graph():
     assert not b.anchor.activations.grad.any()
 
 
+def test_a_learned_weight_is_the_one_that_is_loaded_or_given():
+    def weighted(number):
+        weight = torch.nn.Parameter(torch.tensor(number))
+        return SpladeObjective({"query_flops": (weight, terms.flops("query"))})
+
+    made, b = weighted(2.0), batch()
+    expected = weighted(5.0)(b).total
+    given = {name: x.detach() * 2.5 for name, x in made.named_parameters()}
+    torch.testing.assert_close(torch.func.functional_call(made, given, (b,)).total, expected)
+    made.load_state_dict(weighted(5.0).state_dict(), assign=True)
+    total = made(b).total
+    total.backward()
+    torch.testing.assert_close(total, expected)
+    grad = made.learned_weights["query_flops"].grad
+    torch.testing.assert_close(grad, expected.detach() / 5, check_dtype=False)
+    made.weights["query_flops"] = 0.0  # off
+    assert made.to("cpu")(b).terms == {}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("ids", [[], [1, 4]])
+@pytest.mark.parametrize("term", ["flops", "min_activation", "info_nce"])
+def test_csr_texts_are_joined_and_their_stopwords_hidden(term, ids):
+    torch.manual_seed(0)
+    names = {"min_activation": "special_token_ids"}
+    options = {names.get(term, "stopword_ids"): ids}
+    sides = [] if term == "info_nce" else ["document"]
+    found = []
+    for layout in (torch.sparse_csr, torch.strided):
+        torch.manual_seed(0)
+        rows = [(torch.rand(3, 9) - 0.5).relu().double() for _ in range(3)]
+        rows = [x.to_sparse_csr() if layout == torch.sparse_csr else x for x in rows]
+        rows = [x.requires_grad_() for x in rows]
+        made = SpladeObjective({"it": (1.0, getattr(terms, term)(*sides, **options))})
+        value = made(SpladeBatch(*map(Texts, rows))).total
+        gradients = torch.autograd.grad(value, rows[1:])
+        kept = [
+            (g.to_dense() * (x.to_dense() != 0)) for g, x in zip(gradients, rows[1:], strict=True)
+        ]
+        found.append((value, kept))
+    torch.testing.assert_close(*found)
+
+
+def test_a_mask_of_the_batch_serves_a_loss_without_in_batch_negatives():
+    b = batch("own")
+    mask = torch.ones(B, B + N, dtype=torch.bool)
+    mask[0, B] = False
+    loss = sl.InfoNCELoss(in_batch=False)
+    made = SpladeObjective({"it": (1.0, terms.info_nce(loss))})
+    own = torch.cat([mask[:, :1], mask[:, B:]], 1)
+    expected = loss(*(x.activations for x in b[:3]), candidate_mask=own)
+    torch.testing.assert_close(made(b._replace(candidate_mask=mask)).total, expected)
+
+
 def test_a_weight_may_be_learned():
     weight = torch.nn.Parameter(torch.tensor(2.0))
     made = objective({"query_flops": weight, "info_nce": torch.tensor(0.5)})

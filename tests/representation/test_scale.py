@@ -68,7 +68,17 @@ def test_texts_without_active_dimensions_do_not_count():
     heads = [SpladeHead(torch.eye(3), logit_scale="auto") for _ in range(2)]
     assert self_dot(heads[0](hidden)) == pytest.approx(64, rel=1e-3)
     assert not heads[1](hidden[1:]).any()
-    assert heads[1].measured_scale == 1.0
+    assert heads[1].awaits_scale  # still
+    assert self_dot(heads[1](hidden)) == pytest.approx(64, rel=1e-3)
+
+
+def test_a_size_out_of_reach_keeps_the_scale_at_1_and_says_so():
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(50, 8))
+    head = SpladeHead(weight, logit_scale="auto", softcap=0.5).train()
+    with pytest.warns(UserWarning, match="a dot product of 64 with themselves, got none"):
+        found = head(states := torch.randn(2, 3, 8))
+    torch.testing.assert_close(found, SpladeHead(weight, softcap=0.5)(states))
 
 
 @pytest.mark.parametrize("kind", ["head", "encoder"])

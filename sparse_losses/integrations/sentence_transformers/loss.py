@@ -193,7 +193,8 @@ def _of_batch(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Tens
     if negative is not None and not shares:
         parts = [None if x is None else torch.stack(x.chunk(len(others)), 1) for x in negative]
         negative = sl.Texts(*parts)  # type: ignore[arg-type]
-    if kind is sl.MarginMSELoss and labels is not None and labels.numel() == size * len(others):
+    margins = [[size, len(others)], *([[size]] if count == 2 else [])]
+    if kind is sl.MarginMSELoss and labels is not None and [*labels.shape] in margins:
         labels = nn.functional.pad(-labels.reshape(size, -1), (1, 0))  # scores of the margins
     are_scores = own.teacher is None and labels is not None and kind is sl.SpladeObjective
     if labels is not None and not (own.labels_are_ids or kind in (*DISTILLED, sl.SpladeObjective)):
@@ -228,6 +229,12 @@ def _taught(own: SentenceTransformersLoss, batch: sl.SpladeBatch) -> sl.SpladeBa
     return batch._replace(**score_batch(own.teacher, *sides, score_anchors=own.score_anchors))
 
 
+def _n_pair(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Any) -> Any:
+    if labels is not None:
+        raise ValueError(f"{own._name} expected no labels, got {list(labels.shape)}")
+    return own.loss(_rows(texts[:1]), _rows(texts[1:2]), _rows(texts[2:]))
+
+
 def _nws(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Any) -> Any:
     keys = {"key": _rows(texts[1:]), "key_labels": labels} if len(texts) > 1 else {}
     return own.loss(_rows(texts[:1]), labels, own.prototype, **keys)
@@ -248,7 +255,7 @@ LOSSES: dict[type, tuple[Any, ...]] = {
     sl.InfoNCELoss: (2, _of_batch, "labels_are_ids"),
     sl.TripletMarginLoss: (3, _of_batch, "labels_are_ids"),
     **dict.fromkeys(DISTILLED, (3, _of_batch)),
-    sl.NPairLoss: (2, lambda x, t, y: x.loss(_rows(t[:1]), _rows(t[1:2]), _rows(t[2:]))),
+    sl.NPairLoss: (2, _n_pair),
     sl.PairwiseContrastiveLoss: (2, lambda x, t, y: x.loss(_rows(t[:1]), _rows(t[1:]), y)),
     sl.NWSLoss: (1, _nws, "prototype"),
     sl.SelfReconstructionLoss: (1, lambda x, t, y: x.loss(*reduce(sl.Texts.join, t)[:3])),
