@@ -80,7 +80,7 @@ def _verdicts(
                     f'expected {reason} with impl="{impl}"; impl="auto" selects one that can'
                 )
             if reason is not None:
-                objection = f"it needs {reason.rstrip(',')}"
+                objection = f"it takes {reason.rstrip(',')}"
             elif can_run:
                 is_taken = is_named or each.is_preferred(arguments)
                 objection = "" if is_taken else f"it is for {each.purpose}"

@@ -89,8 +89,8 @@ def info_nce_loss(
         positive_mask: ``[B, B]`` bool, int or float 0/1; entry ``[i, j]`` marks positive ``j`` as a
             positive of anchor ``i``. The diagonal is not implied. Needs ``in_batch``.
         candidate_mask: ``[B, C]`` bool, int or float 0/1; 0 leaves a candidate and its NaN out of
-            the row. The columns are the ``B`` positives (without ``in_batch`` only the row's own),
-            then the ``N`` negatives.
+            the row, which is not valid without its positive. The columns are the ``B`` positives,
+            the row's own among them (without ``in_batch`` that alone), then the ``N`` negatives.
         false_negative_margin: leaves out another row's positive whose similarity, before the
             temperature and without a gradient, is above that of the row's (largest) positive plus
             this number. ``negative`` is never left out.

@@ -157,7 +157,8 @@ class Folder:
         chains = [[kind, "SpladePooling"] for kind in ("MLMTransformer", "Transformer")]
         if kinds[:1] != ["Transformer"] if self.is_dense else kinds not in chains:
             got = ", ".join(kinds)
-            raise ValueError(f"expected {self.name} to have known modules only, got {got}")
+            dense = "" if self.is_dense else ": SpladeEncoder.from_dense takes dense encoders"
+            raise ValueError(f"expected {self.name} to have known modules only, got {got}{dense}")
         with named_damage(self.name):
             said: dict[str, Any] = {}
             if kinds[0] == "Transformer":

@@ -130,7 +130,7 @@ def test_explain_names_the_implementation_and_what_speaks_against_those_before_i
     ):
         lines = explain(F.info_nce_loss, dense, dense, **{option: value}).splitlines()
         assert lines[0] == 'info_nce_loss takes "definition"'
-        assert lines[3] == f'  not "direct": it needs {reason}'
+        assert lines[3] == f'  not "direct": it takes {reason}'
     assert explain(F.flops_loss, dense) == 'flops_loss takes "definition", which it has alone'
     with pytest.raises(ValueError, match='expected reduction="mean" or "sum" with impl="direct"'):
         explain(F.info_nce_loss, dense, dense, reduction="none", impl="direct")
