@@ -119,6 +119,8 @@ def ranking(*documents: str, front: bool = False) -> str:
     for row in read(RESULTS / "collection.csv"):
         way = row["arm"].split(", ")[-1]
         is_in_front = way in WAYS and row["model"] == "cognition"
+        if row["similarity"] == "cosine":
+            way += ", by cosines"
         if row["asked_document"] in documents and (is_in_front or not front):
             runs.setdefault((row["model"], -int(row["asked_document"]), way), []).append(row)
     rows: list[list[str]] = []
@@ -126,8 +128,10 @@ def ranking(*documents: str, front: bool = False) -> str:
     for (model, number, way), own in sorted(runs.items(), key=lambda run: run[0][:2]):
         numbers = {k: mean(float(x[k]) for x in own) for k in ("query", "document", "products")}
         by = [[float(x["ndcg_10"]) for x in own if x["collection"] == c] for c in collections]
+        way, _, by_cosines = way.partition(", ")
         way = re.sub(r"^gain (\d+).*", r"FLOPS by an integral gain to \1", WAYS.get(way, way))
         way = re.sub(r"^topk (\d+) from", r"BatchTopK to \1 from", way)
+        way += by_cosines and f", {by_cosines}"
         cells = [f"{numbers['query']:.0f}, {numbers['document']:.0f}"]
         cells += [share(mean(one)) if one else "" for one in by]
         rows.append([MODELS.get(model, model), str(-number), way, *cells])
@@ -166,7 +170,8 @@ def battery(*columns: str) -> str:
         cells = ["" if x is None else f"{share(x[0])} ({x[1]:.2g})" for x in found]
         if sum(map(bool, cells)) > 2:
             rows.append([f"{name} to {number}", *cells])
-    return markdown(("model", *columns), rows)
+    names = [x.removesuffix(", nothing") for x in columns] if columns == STARTS else columns
+    return markdown(("model", *names), rows)
 
 
 def verdicts() -> str:

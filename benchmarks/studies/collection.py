@@ -27,7 +27,7 @@ LENGTHS = (32, 96)  # tokens of a query and of a document
 SUBWORDS = 3_000  # of the model from scratch
 POINTS = [(number / 2, number) for number in (128, 64, 32, 16)]
 START = 256  # dimensions of a text at the start of a pretrained model without a head
-SPARSE = 1 / 4  # of the vocabulary, from scratch: it loses nowhere in the study of the start
+SPARSE = 1 / 4  # of the vocabulary, from scratch, as in the battery
 EARLY = {"late": (0.1, 0.5)}
 ARMS: dict[str, dict[str, Any]] = {
     "prune": {},
