@@ -211,7 +211,6 @@ def _of_batch(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Tens
             if ids.shape[1]:
                 ids = gather_rows(ids.T.flatten(), gather) if shares else ids  # [N] or [B, n]
                 keys = size * (num_ranks() if gather else 1)
-                keys = 1 if kind is sl.InfoNCELoss and not shares else keys
                 fields["candidate_mask"] = nn.functional.pad(mine != ids, (keys, 0), value=True)
         else:
             fields |= {"teacher_scores": labels, "teacher_candidates": "own"}
