@@ -189,10 +189,10 @@ CLAIMS = {
         "docs/target_sparsity.md",
         lambda: acts("bert dot", "fixed x1000") > 3 * acts("bert dot", "nothing"),
     ),
-    "Transformers of cosines rank higher from still sparser starts": (
+    "Transformers of cosines rank as high from still sparser starts": (
         "docs/target_sparsity.md",
         lambda: all(
-            start("bert cosine", x) > start("bert cosine", "1/4") for x in ("1/16", "1/64")
+            start("bert cosine", x) > start("bert cosine", "1/4") - 0.02 for x in ("1/16", "1/64")
         ),
     ),
     "other kinds of models then learn little": (
