@@ -132,11 +132,24 @@ def info_nce_loss(
         models with effective hard-negative mining (``false_negative_ratio``). Towards General Text
         Embeddings with Multi-stage Contrastive Learning, eq. 4 (``negatives_from``).
     """
-    vectors = anchor, positive, negative, temperature
-    options = similarity, symmetric, in_batch, negatives_from
-    masks = positive_ids, positive_mask, candidate_mask
-    others = false_negative_margin, false_negative_ratio, decoupled, gather, reduction
-    call = Call(*vectors, *options, *masks, *others)  # type: ignore[arg-type]  # of several tuples
+    call = Call(
+        anchor=anchor,
+        positive=positive,
+        negative=negative,
+        temperature=temperature,
+        similarity=similarity,
+        symmetric=symmetric,
+        in_batch=in_batch,
+        negatives_from=negatives_from,
+        positive_ids=positive_ids,
+        positive_mask=positive_mask,
+        candidate_mask=candidate_mask,
+        false_negative_margin=false_negative_margin,
+        false_negative_ratio=false_negative_ratio,
+        decoupled=decoupled,
+        gather=gather,
+        reduction=reduction,
+    )
     _check(call)
     return compute(_definition, IMPLEMENTATIONS, impl, call._asdict())
 

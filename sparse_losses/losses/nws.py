@@ -143,12 +143,26 @@ def nws_loss(
         queue_mask = queue.any(-1) | (queue_labels.amax(-1) != 0)
     if key is not None and key_labels is not None and gather:
         key, key_labels = gather_rows(key), gather_rows(key_labels != 0)
-    tensors = query, prototype, temperature, query_labels, label_similarity
-    extra = key, key_labels, queue, queue_labels, queue_mask
-    options = alpha, beta, aggregation, decoupled, eps, gather, reduction
-    # mypy unpacks no several tuples.
-    arguments = Call(*tensors, *extra, *options)._asdict()  # type: ignore[arg-type]
-    return compute(_definition, IMPLEMENTATIONS, impl, arguments)
+    call = Call(
+        query=query,
+        prototype=prototype,
+        temperature=temperature,
+        query_labels=query_labels,
+        label_similarity=label_similarity,
+        key=key,
+        key_labels=key_labels,
+        queue=queue,
+        queue_labels=queue_labels,
+        queue_mask=queue_mask,
+        alpha=alpha,
+        beta=beta,
+        aggregation=aggregation,
+        decoupled=decoupled,
+        eps=eps,
+        gather=gather,
+        reduction=reduction,
+    )
+    return compute(_definition, IMPLEMENTATIONS, impl, call._asdict())
 
 
 def _definition(**arguments: Any) -> Tensor:
