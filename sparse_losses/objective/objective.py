@@ -81,7 +81,7 @@ class SpladeObjective(nn.Module):
         self.active()
 
     def _apply(self, *args: Any, **options: Any) -> Self:
-        super()._apply(*args, **options)  # type: ignore[no-untyped-call]
+        super()._apply(*args, **options)  # type: ignore[no-untyped-call]  # PyTorch's own
         own = {name for name, w in self.weights.items() if isinstance(w, nn.Parameter)}
         learned = self.learned_weights.items()
         self.weights.update({name: x for name, x in learned if name in own})  # other objects

@@ -73,7 +73,8 @@ def _call(loss: Any, batch: SpladeBatch, *tensors: Any, **masks: Tensor | None) 
     options: dict[str, Any] = {name: mask for name, mask in masks.items() if mask is not None}
     if batch.gather:
         options["gather"] = True
-    return loss(*tensors, **options)  # type: ignore[no-any-return]
+    value: Tensor = loss(*tensors, **options)
+    return value
 
 
 def _hide(ids: Tensor, activations: Tensor) -> Tensor:
@@ -132,14 +133,13 @@ def distillation(
     ``teacher_scale`` is by default ``score_scale``.
     """
     settings: Any = {"score_scale": score_scale, "teacher_scale": teacher_scale}
-    settings |= {"similarity": similarity, "of": "candidates"}
-    return Term(_taught, loss=loss or DistillationLoss(), **settings)
+    return Term(_taught, loss=loss or DistillationLoss(), similarity=similarity, **settings)
 
 
 def context_distillation(loss: Loss = None, **options: Any) -> Term:
     """Distillation of the anchors' scores with one another; the options are ``distillation``'s."""
     term = distillation(loss, **options)
-    term.of = "anchors"  # type: ignore[assignment]
+    term.function = _context
     return term
 
 
@@ -151,8 +151,17 @@ def ranknet(
     return distillation(loss or RankNetLoss(), similarity=similarity, **scales)
 
 
+def _context(batch: SpladeBatch, **settings: Any) -> Tensor:
+    return _taught(batch, **settings, of="anchors")
+
+
 def _taught(
-    batch: SpladeBatch, loss: Any, score_scale: float, teacher_scale: Any, similarity: Any, of: str
+    batch: SpladeBatch,
+    loss: Any,
+    score_scale: float,
+    teacher_scale: Any,
+    similarity: Any,
+    of: str = "candidates",
 ) -> Tensor:
     teacher_scale = score_scale if teacher_scale is None else teacher_scale
     check_number("score_scale", score_scale, minimum=0.0, exclusive=True)

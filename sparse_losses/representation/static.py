@@ -109,7 +109,8 @@ class StaticQueryEncoder(nn.Module):
     ) -> "StaticQueryEncoder":
         """Load the query side of a folder that ``save_pretrained`` or sentence-transformers wrote.
 
-        Options are those of the loaders of ``transformers``.
+        Options are those of the loaders of ``transformers``. A ``ValueError`` tells that queries
+        are not encoded by a ``SparseStaticEmbedding`` alone.
         """
         with from_extra("transformers"):
             from transformers import AutoTokenizer
@@ -132,7 +133,8 @@ class StaticQueryEncoder(nn.Module):
         """Write a folder of sentence-transformers with both sides, a ``Router``.
 
         ``from_pretrained`` reads the queries' side, ``SpladeEncoder.from_pretrained`` that of
-        ``document``, an encoder of the same tokens, whose prompts are saved for both.
+        ``document``, an encoder of the same tokens, whose prompts are saved for both. Files of
+        other names stay. A ``ValueError`` names tokens or sizes that differ.
         """
         from safetensors.torch import save_file
 

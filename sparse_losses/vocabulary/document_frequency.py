@@ -87,8 +87,8 @@ class DocumentFrequency:
 
     def _add(self, num_documents: int, num_tokens: int | None) -> None:
         self.num_documents += num_documents
-        known = self.num_tokens is not None and num_tokens is not None
-        self.num_tokens = self.num_tokens + num_tokens if known else None  # type: ignore[operator]
+        if self.num_tokens is not None:
+            self.num_tokens = None if num_tokens is None else self.num_tokens + num_tokens
 
     def merge(self, other: "DocumentFrequency") -> Self:
         """Add the counts of ``other``, of the same vocabulary, and return this counter."""

@@ -68,7 +68,8 @@ def language_token_ids(
 @functools.cache
 def _scripts() -> dict[str, list[int]]:
     data = files(__package__).joinpath("unicode_scripts.json").read_text(encoding="utf-8")
-    return json.loads(data)["scripts"]  # type: ignore[no-any-return]
+    scripts: dict[str, list[int]] = json.loads(data)["scripts"]
+    return scripts
 
 
 def _characters(names: Sequence[str], allow_common: bool) -> np.ndarray[Any, np.dtype[np.bool_]]:

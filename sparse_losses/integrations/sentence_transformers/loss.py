@@ -192,7 +192,7 @@ def _of_batch(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Tens
     negative = reduce(sl.Texts.join, others) if others else None
     if negative is not None and not shares:
         parts = [None if x is None else torch.stack(x.chunk(len(others)), 1) for x in negative]
-        negative = sl.Texts(*parts)  # type: ignore[arg-type]
+        negative = sl.Texts(*parts)  # type: ignore[arg-type]  # the first is never None
     margins = [[size, len(others)], *([[size]] if count == 2 else [])]
     if kind is sl.MarginMSELoss and labels is not None and [*labels.shape] in margins:
         labels = nn.functional.pad(-labels.reshape(size, -1), (1, 0))  # scores of the margins
