@@ -150,7 +150,9 @@ def runs_of(*files: str) -> Cells:
         arm = re.sub(r"(gain|topk) \d+", r"\1", row["arm"])
         number = row["asked_document"] or "0"
         if arm in ARMS and float(row["asked_query"] or -1) == 0.75 * float(number):
-            runs.setdefault((row["row"], number), {}).setdefault(ARMS[arm], []).append(row)
+            own = runs.setdefault((row["row"], number), {}).setdefault(ARMS[arm], [])
+            if all(row["seed"] != x["seed"] for x in own):  # both files may have a training
+                own.append(row)
     return runs
 
 
