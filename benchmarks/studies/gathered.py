@@ -1,9 +1,9 @@
 """``python -m benchmarks.studies.gathered``: what ranks send in a step with ``gather=True``.
 
-Queries and documents are random vectors with a share of active entries, dense or as CSR.
-The loss is InfoNCE on dot products of all ranks' rows. Bytes are those of a rank, forward and
-backward: what it gets of the others in a gather, what it sends to be summed. Value and gradient, in
-fp64, are compared with those of one process that holds all rows.
+Queries and documents are random vectors with a share of active entries, dense or as CSR. The loss
+is InfoNCE on dot products of all ranks' rows. Bytes are those of a rank, forward and backward: the
+tensors that it gathers, its own rows included, and those that it gives to be summed. Value and
+gradient, in fp64, are compared with those of one process that holds all rows.
 """
 
 import argparse

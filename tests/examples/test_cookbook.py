@@ -88,7 +88,6 @@ def test_fine_tune(script, splade, tmp_path):
     assert loaded.document_threshold == found.document_threshold > 0
 
 
-@pytest.mark.skipif(not hasattr(SpladeEncoder, "from_dense"), reason="there is no from_dense")
 @pytest.mark.parametrize("model", ["dense", "MINILM"])
 def test_from_dense(script, request, model, words, tmp_path):
     folder = tmp_path / "trained"

@@ -31,3 +31,17 @@ def folder(tmp_path):
     for name, own in lines.items():
         (tmp_path / "toy" / name).write_text("\n".join(own) + "\n", encoding="utf-8")
     return tmp_path / "toy"
+
+
+@pytest.fixture(params=[True, False], ids=["with its head", "without"])
+def pretrained(request, tmp_path, monkeypatch):
+    """Returns the folder of a tiny model with its tokenizer, and both of them."""
+    from benchmarks.studies import collection
+    from tests.representation import tiny_models
+
+    monkeypatch.setattr(collection, "LENGTHS", (32, 200))  # its tokens are letters
+    model, tokenizer = tiny_models.pair("bert", max_position_embeddings=200)
+    model = model if request.param else model.bert
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "tiny" / "model")
+    return tmp_path / "tiny" / "model", model, tokenizer

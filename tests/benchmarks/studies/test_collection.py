@@ -6,18 +6,6 @@ import torch
 from benchmarks.run.table import read
 from benchmarks.studies import beir, collection, learn
 from sparse_losses import SpladeEncoder
-from tests.representation import tiny_models
-
-
-@pytest.fixture(params=[True, False], ids=["with its head", "without"])
-def pretrained(request, tmp_path, monkeypatch):
-    """Returns the folder of a tiny model with its tokenizer, and both of them."""
-    monkeypatch.setattr(collection, "LENGTHS", (32, 200))  # its tokens are letters
-    model, tokenizer = tiny_models.pair("bert", max_position_embeddings=200)
-    model = model if request.param else model.bert
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "tiny" / "model")
-    return tmp_path / "tiny" / "model", model, tokenizer
 
 
 def test_the_cut_model_gives_the_vectors_of_the_whole(folder, pretrained):
