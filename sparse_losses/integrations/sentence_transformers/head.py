@@ -4,10 +4,11 @@ import itertools
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from sparse_losses._core.checks import check_number
+from sparse_losses._core.checks import check_choice, check_number
 from sparse_losses._core.extras import from_extra
 from sparse_losses.representation._language_model import projection_of, unwrapped
 from sparse_losses.representation.head import SpladeHead
@@ -18,7 +19,12 @@ with from_extra("sentence-transformers"):
     from transformers.modeling_outputs import MaskedLMOutput
 
 
-def use_splade_head(sparse_encoder: Any, *, logit_scale: float | Literal["auto"] = 1.0) -> Any:
+def use_splade_head(
+    sparse_encoder: Any,
+    *,
+    layout: torch.layout = torch.strided,
+    logit_scale: float | Literal["auto"] = 1.0,
+) -> Any:
     """Compute the vectors of a ``SparseEncoder`` by ``splade_head``; return the encoder.
 
     ``[B, S, V]`` is then never stored; vectors, which are fp32, gradients and the saved folder are
@@ -28,6 +34,9 @@ def use_splade_head(sparse_encoder: Any, *, logit_scale: float | Literal["auto"]
     Args:
         sparse_encoder: a ``SparseEncoder`` of a fill-mask ``Transformer`` and
             ``SpladePooling("max")``, or of a ``Router`` with such sides. It is changed in place.
+        layout: of the vectors in training mode. With ``torch.sparse_csr`` no ``[B, V]`` is stored:
+            for a ``SentenceTransformersLoss`` of a loss that takes CSR tensors, without
+            mini-batches. In evaluation mode vectors are dense, for the rest of the library.
         logit_scale: a factor > 0 on the logits, of models whose head has a large norm. It is
             multiplied into the model's weights, which a folder saves: pass it once. ``"auto"``
             measures it on the first batch in training mode, as ``SpladeHead`` does. The model needs
@@ -37,6 +46,7 @@ def use_splade_head(sparse_encoder: Any, *, logit_scale: float | Literal["auto"]
         ``model = use_splade_head(SparseEncoder("naver/splade-v3"))``
     """
     replaced, scaled = [], set()
+    check_choice("layout", layout, (torch.strided, torch.sparse_csr))
     if logit_scale != "auto":
         check_number("logit_scale", logit_scale, minimum=0.0, exclusive=True)
     for transformer, pooling in _pairs(sparse_encoder):
@@ -53,7 +63,7 @@ def use_splade_head(sparse_encoder: Any, *, logit_scale: float | Literal["auto"]
             else:
                 multiply(parameters, logit_scale)
         replaced.append((model, partial(_hidden_states, model)))
-        replaced.append((pooling, partial(_pooled, pooling, model, head)))
+        replaced.append((pooling, partial(_pooled, pooling, model, head, layout)))
     for module, function in replaced:
         module.forward = function
     return sparse_encoder
@@ -78,7 +88,9 @@ def _hidden_states(model: Any, **inputs: Any) -> Any:
     return MaskedLMOutput(logits=output[0], hidden_states=output.get("hidden_states"))
 
 
-def _pooled(pooling: Any, model: Any, head: Any, features: dict[str, Any]) -> dict[str, Any]:
+def _pooled(
+    pooling: Any, model: Any, head: Any, layout: torch.layout, features: dict[str, Any]
+) -> dict[str, Any]:
     """Do what the pooling does, for hidden states in the place of logits."""
     layer = projection_of(model)
     if layer != head._linear[0] or len(layer.weight) != len(head.weight):
@@ -96,7 +108,8 @@ def _pooled(pooling: Any, model: Any, head: Any, features: dict[str, Any]) -> di
     head.training = model.training
     if head.awaits_scale and head.training and not head._can_fold():
         raise RuntimeError("expected a batch in training mode, for the scale, before fully_shard")
-    features["sentence_embedding"] = vectors = head(hidden, attention_mask)
+    layout = layout if model.training else torch.strided
+    features["sentence_embedding"] = vectors = head(hidden, attention_mask, layout=layout)
     if getattr(pooling, "embedding_dimension", 0) is None:
         pooling.embedding_dimension = vectors.shape[1]
     return features

@@ -10,6 +10,7 @@ from sentence_transformers.base.losses.merged_forward import embed_columns
 from torch import Tensor, nn
 
 import sparse_losses as sl
+from sparse_losses._core.entries import concatenated
 from sparse_losses.distributed import gather_rows, num_ranks
 from sparse_losses.objective import terms
 from sparse_losses.objective.teacher import score_batch
@@ -101,7 +102,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         self._columns = list(sentence_features)
         inputs = [{k: x for k, x in one.items() if k != "texts"} for one in self._columns]
         if self.mini_batch_size is None:
-            return self.calculate_loss([[x] for x in embed_columns(self.model, inputs)], labels)
+            return self.calculate_loss([[x] for x in self._embedded(*inputs)], labels)
         kind = next(x.device.type for x in inputs[0].values() if isinstance(x, Tensor))
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         # Without a cache of weights: those of the first pass have no graph.
@@ -115,6 +116,13 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
                 total = total + ((parameter - parameter.detach()) * gradient).sum()
         return total
 
+    def _embedded(self, anchors: Any, *others: Any) -> list[Tensor]:
+        """Return the vectors of every column, of the others in one pass if they are dense."""
+        vectors = self.model(anchors)["sentence_embedding"]
+        if vectors.layout == torch.strided:
+            return [vectors, *embed_columns(self.model, others, separate_first=False)]
+        return [vectors, *(self.model(column)["sentence_embedding"] for column in others)]
+
     def embed_minibatch(self, *args: Any, **options: Any) -> Any:
         """Embed a mini-batch: the second time, in the backward pass, under the same autocast."""
         with self._autocast():
@@ -127,7 +135,10 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         least, compute, *_ = LOSSES[self._kind]
         if len(reps) < least:
             raise ValueError(f"{self._name} expected {least} columns or more, got {len(reps)}")
-        texts = [_texts(torch.cat(x), one) for x, one in zip(reps, self._columns, strict=True)]
+        if self.mini_batch_size is not None and reps[0][0].layout != torch.strided:
+            expected = "no mini_batch_size with layout=torch.sparse_csr"
+            raise ValueError(f"{self._name} expected {expected}, got {self.mini_batch_size}")
+        texts = [_texts(concatenated(x), one) for x, one in zip(reps, self._columns, strict=True)]
         total: Tensor = compute(self, texts, labels)
         if with_backward:
             leaves = [part for column in reps for part in column]
@@ -180,7 +191,7 @@ def _texts(activations: Tensor, column: Mapping[str, Any]) -> sl.Texts:
 
 
 def _rows(texts: Sequence[sl.Texts]) -> Tensor | None:
-    return torch.cat([x.activations for x in texts]) if texts else None
+    return concatenated([x.activations for x in texts]) if texts else None
 
 
 def _of_batch(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Tensor | None) -> Any:
@@ -191,6 +202,9 @@ def _of_batch(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Tens
     shares = own.loss.in_batch if kind is sl.InfoNCELoss else count == 2
     negative = reduce(sl.Texts.join, others) if others else None
     if negative is not None and not shares:
+        if negative.activations.layout != torch.strided:
+            expected = "negatives that all anchors share with layout=torch.sparse_csr"
+            raise ValueError(f"{own._name} expected {expected}, got {len(others)} of each anchor")
         parts = [None if x is None else torch.stack(x.chunk(len(others)), 1) for x in negative]
         negative = sl.Texts(*parts)  # type: ignore[arg-type]  # the first is never None
     margins = [[size, len(others)], *([[size]] if count == 2 else [])]

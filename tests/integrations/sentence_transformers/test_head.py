@@ -12,6 +12,7 @@ from sentence_transformers.sparse_encoder import losses as theirs
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch.distributed.fsdp import fully_shard
 
+import sparse_losses as sl
 from sparse_losses import SpladeBatch, SpladeObjective, Texts
 from sparse_losses.integrations.sentence_transformers import use_splade_head
 from sparse_losses.objective import terms
@@ -148,6 +149,39 @@ def test_a_trainer_gives_the_same_weights(cache, use_reentrant, sparse, tmp_path
     assert model[0].auto_model.is_activation_checkpointing
     runs.assert_same_weights(model, reference)
     runs.assert_moved(model, sparse())
+
+
+def sparse_terms():
+    ranking = sl.InfoNCELoss(temperature=0.5, similarity="dot")
+    sides = {f"{side}_flops": (0.1, terms.flops(side)) for side in ("query", "document")}
+    return sl.SpladeObjective({"info_nce": (1.0, terms.info_nce(ranking)), **sides})
+
+
+@pytest.mark.parametrize(("loss", "columns"), [(sl.InfoNCELoss(similarity="dot"), 4), (None, 3)])
+def test_sparse_vectors_give_the_same_weights(loss, columns, sparse, tmp_path):
+    models, seen = [use_splade_head(sparse(), layout=torch.sparse_csr), sparse()], []
+    models[0][-1].register_forward_hook(lambda *args: seen.append(args[2]["sentence_embedding"]))
+    for model in models:
+        wrapped = runs.adapter(model, loss or sparse_terms())
+        runs.train(model, wrapped, runs.dataset(columns), tmp_path, num_train_epochs=1)
+    assert {x.layout for x in seen} == {torch.sparse_csr}
+    runs.assert_same_weights(*models)
+    runs.assert_moved(models[0], sparse())
+    assert_equal_vectors(*models, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "columns", "options", "message"),
+    [
+        (sl.InfoNCELoss(in_batch=False, similarity="dot"), 3, {}, "negatives that all anchors"),
+        (sl.InfoNCELoss(similarity="dot"), 2, {"mini_batch_size": 3}, "no mini_batch_size"),
+    ],
+)
+def test_what_sparse_vectors_cannot_be_is_said(loss, columns, options, message, sparse):
+    model = use_splade_head(sparse(), layout=torch.sparse_csr).train()
+    wrapped = runs.adapter(model, loss, **options)
+    with pytest.raises(ValueError, match=message):
+        wrapped(runs.preprocessed(model, columns))
 
 
 def one_step(model, rows, gather=False):
