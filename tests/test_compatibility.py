@@ -25,7 +25,11 @@ def marked() -> dict[str, set[str]]:
 
 
 def test_named_tests_exist_and_named_errors_are_raised():
-    page = (compatibility.DOCS / "compatibility.md").read_text(encoding="utf-8").partition("{ #models }")[2]
+    page = (
+        (compatibility.DOCS / "compatibility.md")
+        .read_text(encoding="utf-8")
+        .partition("{ #models }")[2]
+    )
     rows = [line[1:-1].split("|") for line in page.splitlines() if line.startswith("| ")]
     literals = "\n".join(
         node.value

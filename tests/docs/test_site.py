@@ -142,6 +142,7 @@ def test_a_loss_page_has_the_order_of_all_and_the_docstrings_formulas(stem):
     [
         ("losses/index.md", "]({}.md"),
         ("choose.md", "](losses/{}.md"),
+        ("ko/choose.md", "](losses/{}.md"),
         ("formulas.md", '"losses/{}.md:formula"'),
     ],
 )
