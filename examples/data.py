@@ -88,3 +88,14 @@ def recall(encoder: Any, rows: Sequence[tuple[str, str]], k: int = 10) -> float:
     vectors = encoder.encode_query(queries, output="dense")
     scores = vectors @ encoder.encode_document(documents, output="dense").T
     return recall_at_k(scores, torch.arange(len(rows)), k=k).item()
+
+
+# --8<-- [start:ndcg]
+def ndcg(scores: torch.Tensor, grades: torch.Tensor, k: int = 10) -> float:
+    """nDCG@k of scores `[Q, D]`; grades `[Q, D]` are 0 where a document is not relevant."""
+    discount = 1 / torch.arange(2, k + 2).log2()
+    gained = grades.gather(1, scores.topk(k).indices) @ discount
+    return (gained / (grades.topk(k).values @ discount)).mean().item()
+
+
+# --8<-- [end:ndcg]

@@ -25,12 +25,8 @@ NOT_SHIPPED = {".ci", ".gitignore"}
 def wrong_in_wheel(names: list[str]) -> list[str]:
     """Return messages about files that do not belong in the wheel or are missing."""
     files = [name for name in names if ".dist-info/" not in name]
-    wrong = [
-        name
-        for name in files
-        if not name.startswith("sparse_losses/")
-        or not (name.endswith(".py") or name.rpartition("/")[2] in DATA)
-    ]
+    ours = re.compile(rf"sparse_losses/.*(?:\.py|{'|'.join(map(re.escape, DATA))})")
+    wrong = [name for name in files if not ours.fullmatch(name)]
     missing = DATA - {name.rpartition("/")[2] for name in files}
     if not any(re.search(r"\.dist-info/sboms/[^/]+\.cdx\.json$", name) for name in names):
         missing |= {"the bill of materials"}

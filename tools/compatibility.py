@@ -7,10 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 RECORD = DOCS / "results" / "compatibility.json"
-PAGE = DOCS / "compatibility.md"
 
 # The rows of the table in order, with their titles.
 FEATURES = {
@@ -35,11 +33,10 @@ TRAINERS = {  # the columns, with the packages whose versions they show
 
 def render(record: dict[str, Any]) -> str:
     """Return the table of a record; a test that failed backs nothing."""
-    passed = [test for test in record["tests"].values() if test["outcome"] == "passed"]
     backed = {
         (trainer, feature)
-        for test in passed
-        for trainer, *features in test["works_with"]
+        for test in record["tests"].values()
+        for trainer, *features in test["works_with"] * (test["outcome"] == "passed")
         for feature in features
     }
     lines = ["| | " + " | ".join(TRAINERS) + " |", "|---|" + ":---:|" * len(TRAINERS)]

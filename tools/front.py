@@ -54,23 +54,18 @@ def front() -> str:
         rows: list[Row] = [one(BENCHMARKS / file, **common, variant=name) for name in names]
         memory = [float(row["peak_bytes"]) / MIB for row in rows]
         times = [float(row["seconds"]) for row in rows]
+        shown = [seconds(x) if x < 0.5 else f"{figure(x)} s" for x in times]
         lines.append(f'<text x="4" y="{y}">{title}</text>')
-        for number, name in enumerate(names.values()):
-            lines.append(
-                f'<text x="198" y="{y + 28 + 30 * number}" text-anchor="end">{name}</text>'
-            )
+        for place, name in enumerate(names.values()):
+            lines.append(f'<text x="198" y="{y + 28 + 30 * place}" text-anchor="end">{name}</text>')
         lines += bars(208, y + 12, memory, [f"{x:,.0f} MiB" for x in memory])
-        lines += bars(
-            428, y + 12, times, [seconds(x) if x < 0.5 else f"{figure(x)} s" for x in times]
-        )
+        lines += bars(428, y + 12, times, shown)
         y += 44 + 30 * len(names)
-    box = f'x="-6" y="-8" width="606" height="{y - 8}"'
-    label = "Peak memory and time with this package and without it"
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-6 -8 606 {y - 8}" role="img" '
-        f'aria-label="{label}">'
-    )
-    return "\n".join([head, STYLE, f'<rect class="ground" {box} rx="4"/>', *lines, "</svg>\n"])
+    height = y - 20
+    head = f'viewBox="-6 -8 606 {height}" role="img" aria-label="Memory and time, with and without"'
+    ground = f'<rect class="ground" x="-6" y="-8" width="606" height="{height}" rx="4"/>'
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {head}>'
+    return "\n".join([svg, STYLE, ground, *lines, "</svg>\n"])
 
 
 if __name__ == "__main__":

@@ -21,20 +21,13 @@ KNOWN = tuple(json.loads(TARGET.read_text(encoding="utf-8"))["scripts"])
 def script_ranges(names: Iterable[str]) -> dict[str, list[int]]:
     """Return the first and last code point of each run of every script, in one flat list."""
     characters = "".join(map(chr, range(sys.maxunicode + 1)))
-    left = bytearray(b"\1") * len(characters)
-    scripts = {}
+    scripts: dict[str, list[int]] = {}
     for name in [*names, "Unknown"]:
-        runs = []
-        for run in regex.finditer(rf"\p{{Script={name}}}+", characters):
-            if not all(left[run.start() : run.end()]):
-                raise SystemExit(f"U+{run.start():04X} belongs to {name} and to another script")
-            left[run.start() : run.end()] = bytes(len(run[0]))
-            runs += [run.start(), run.end() - 1]
-        if not runs:
-            raise SystemExit(f"{name} has no characters")
-        scripts[name] = runs
-    if any(left):
-        raise SystemExit(f"U+{left.index(1):04X} belongs to a script that is not listed")
+        runs = regex.finditer(rf"\p{{Script={name}}}+", characters)
+        scripts[name] = [place for run in runs for place in (run.start(), run.end() - 1)]
+    listed = "".join(rf"\p{{Script={name}}}" for name in scripts)
+    if found := regex.search(f"[^{listed}]", characters):
+        raise SystemExit(f"U+{found.start():04X} belongs to a script that is not listed")
     del scripts["Unknown"]
     return scripts
 

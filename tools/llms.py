@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from tools.markdown import DOCS, ROOT, body, expand, front_matter
+from tools.markdown import DOCS, LANGUAGES, ROOT, body, expand, front_matter
 
-NOT_ENGLISH = ("ko/", "ja/")
+NOT_ENGLISH = tuple(f"{language}/" for language in LANGUAGES)
 NOT_WHOLE = ("api/", "changelog.md")  # too long; llms.txt links to them
 REFERENCE = re.compile(r"\[([^\]]+)\]\[(?:tests|sparse_losses)[\w.]*\]")
 

@@ -11,7 +11,7 @@ FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 INCLUDE = re.compile(
     r'^(?P<indent>[ \t]*)--8<-- "(?P<path>[^":]+)(?::(?P<section>[\w-]+))?"[ \t]*$'
 )
-MARKER = re.compile(r"--8<-- \[(?P<end>start|end):\s*(?P<section>[\w-]+)\]")
+MARKER = re.compile(r"--8<-- \[(?:start|end):\s*[\w-]+\]")
 FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w-]*)")
 
 
@@ -51,18 +51,12 @@ def _section(path: str, section: str | None) -> str:
     text = file.read_text(encoding="utf-8")
     if section is None:
         return text
-    taken: list[str] = []
-    inside = ended = False
-    for line in text.splitlines():
-        mark = MARKER.search(line)
-        if mark and mark["section"] == section:
-            inside = mark["end"] == "start"
-            ended |= not inside
-        elif inside:
-            taken.append(line)
-    if not ended:
+    mark = rf"--8<-- \[{{}}:\s*{section}\][^\n]*\n"
+    pattern = mark.format("start") + r"(.*?)^[^\n]*" + mark.format("end")
+    found = re.search(pattern, text, re.DOTALL | re.MULTILINE)
+    if found is None:
         raise ValueError(f"expected a section {section} in {path}, got none")
-    return textwrap.dedent("\n".join(taken)) + "\n"
+    return textwrap.dedent(found[1])
 
 
 def split_code(text: str) -> tuple[str, list[tuple[str, str]]]:
@@ -74,8 +68,7 @@ def split_code(text: str) -> tuple[str, list[tuple[str, str]]]:
     for line in text.splitlines():
         if fence:
             if line.strip() == fence:
-                indent = min((len(x) - len(x.lstrip()) for x in inside if x.strip()), default=0)
-                blocks.append((language, "".join(f"{each[indent:]}\n" for each in inside)))
+                blocks.append((language, textwrap.dedent("\n".join([*inside, ""]))))
                 fence = ""
             else:
                 inside.append(line)

@@ -17,13 +17,7 @@ LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 
 
 def with_addresses(text: str, version: str, repository: str = "", site: str = "") -> str:
-    """Return the README of a version as a package index shows it; the addresses end without /.
-
-    Raises:
-        ValueError: for a link with a title or around a picture, which would stay relative.
-    """
-    if found := re.search(r"""\]\(\S+\s+["'][^)]*\)|\)\]\([^)]*\)""", text):
-        raise ValueError(f"expected links without titles or pictures inside, got {found[0]}")
+    """Return the README of a version as a package index shows it; the addresses end without /."""
 
     def absolute(match: re.Match[str]) -> str:
         target = match["target"]
@@ -40,15 +34,7 @@ def with_addresses(text: str, version: str, repository: str = "", site: str = ""
         return f"{match['picture']}[{match['text']}]({base}{target})"
 
     text = LINK.sub(absolute, text)
-    if repository:
-        text = text.replace("<repository>", repository)
-        badges = [
-            f"[![{name}]({repository}/actions/workflows/{name}.yml/badge.svg)]({address})"
-            for name, address in (("tests", f"{repository}/actions"), ("docs", site))
-            if address
-        ]
-        text = re.sub(r"^(# .*)$", rf"\1\n\n{' '.join(badges)}", text, count=1, flags=re.MULTILINE)
-    return text
+    return text.replace("<repository>", repository) if repository else text
 
 
 class Metadata(MetadataHookInterface):

@@ -16,12 +16,8 @@ UNFINISHED = re.compile(
 )
 DATE = r"\d{4}-\d\d-\d\d"
 # The addresses of the package's page, and the variable of the workflow that each comes from.
-ADDRESSES = {
-    "Repository": "REPO_URL",
-    "Issues": "REPO_URL",
-    "Changelog": "REPO_URL",
-    "Documentation": "SITE_URL",
-}
+ADDRESSES = dict.fromkeys(("Repository", "Issues", "Changelog"), "REPO_URL")
+ADDRESSES["Documentation"] = "SITE_URL"
 VERSIONS = {  # where the version stands, besides the package itself
     "CITATION.cff": r"^version: (.+)$",
     "docs/cite.md": r"^ *version *= {(.+)},$",

@@ -118,24 +118,24 @@ def ranking(*documents: str, front: bool = False) -> str:
     runs: dict[tuple[str, int, str], list[Row]] = {}
     for row in read(RESULTS / "collection.csv"):
         way = row["arm"].split(", ")[-1]
-        is_in_front = way in WAYS and row["model"] == "cognition"
-        if row["similarity"] == "cosine":
-            way += ", by cosines"
-        if row["asked_document"] in documents and (is_in_front or not front):
-            runs.setdefault((row["model"], -int(row["asked_document"]), way), []).append(row)
-    rows: list[list[str]] = []
-    collections = list(dict.fromkeys(row["collection"] for own in runs.values() for row in own))
-    for (model, number, way), own in sorted(runs.items(), key=lambda run: run[0][:2]):
-        numbers = {k: mean(float(x[k]) for x in own) for k in ("query", "document", "products")}
-        by = [[float(x["ndcg_10"]) for x in own if x["collection"] == c] for c in collections]
-        way, _, by_cosines = way.partition(", ")
-        way = re.sub(r"^gain (\d+).*", r"FLOPS by an integral gain to \1", WAYS.get(way, way))
+        if front and (way not in WAYS or row["model"] != "cognition"):
+            continue
+        way = re.sub(r"^gain (\d+) by (.+)", r"FLOPS by an integral gain of \2 to \1", way)
+        way = re.sub(r"^gain (\d+)", r"FLOPS by an integral gain to \1", WAYS.get(way, way))
         way = re.sub(r"^topk (\d+) from", r"BatchTopK to \1 from", way)
-        way += by_cosines and f", {by_cosines}"
-        cells = [f"{numbers['query']:.0f}, {numbers['document']:.0f}"]
-        cells += [share(mean(one)) if one else "" for one in by]
-        rows.append([MODELS.get(model, model), str(-number), way, *cells])
-        rows[-1].append(f"{numbers['products']:.2f}")
+        way += ", by cosines" if row["similarity"] == "cosine" else ""
+        if row["asked_document"] in documents:
+            runs.setdefault((row["model"], -int(row["asked_document"]), way), []).append(row)
+    collections = list(dict.fromkeys(row["collection"] for own in runs.values() for row in own))
+    rows: list[list[str]] = []
+    for (model, number, way), own in sorted(runs.items(), key=lambda run: run[0][:2]):
+        query, document, products = (
+            mean(float(row[key]) for row in own) for key in ("query", "document", "products")
+        )
+        by = [[float(x["ndcg_10"]) for x in own if x["collection"] == c] for c in collections]
+        cells = [share(mean(one)) if one else "" for one in by]
+        rows.append([MODELS.get(model, model), str(-number), way, f"{query:.0f}, {document:.0f}"])
+        rows[-1] += [*cells, f"{products:.2f}"]
     head = ("model", "pruned to", "besides InfoNCE", "query, document")
     return markdown((*head, *map(str.upper, collections), "products"), rows, words=3)
 
@@ -179,27 +179,26 @@ def battery(*columns: str) -> str:
 def verdicts() -> str:
     """How many of the battery's rows rank higher or lower than the same start and pruning alone."""
     rows = []
-    for arm in ("as it is", *ACTS):
+    for arm in ("as it is", *ACTS.values()):
         for held_back in (False, True):
-            gains = []
-            for by in runs_of("battery.csv").values():
-                if arm in by and SPARSE in by and (by[arm][0]["held_back"] == "True") == held_back:
-                    gains.append(of_runs(by[arm])[0] - of_runs(by[SPARSE])[0])
-            kind = "held back" if held_back else "others"
-            counts = [sum(x > 0.01 for x in gains), sum(x < -0.01 for x in gains)]
-            ends = [f"{x:+.3f}" for x in (min(gains), max(gains))] if gains else ["", ""]
-            rows.append([arm, kind, str(len(gains)), *map(str, counts), *ends])
+            gains = [
+                of_runs(by[arm])[0] - of_runs(by[SPARSE])[0]
+                for by in runs_of("battery.csv").values()
+                if {arm, SPARSE} <= by.keys() and by[arm][0]["held_back"] == str(held_back)
+            ]
+            counts = [len(gains), sum(x > 0.01 for x in gains), sum(x < -0.01 for x in gains)]
+            ends = [f"{x:+.3f}" for x in (min(gains), max(gains))]
+            rows.append([arm, "held back" if held_back else "others", *map(str, counts), *ends])
     head = ("besides InfoNCE", "rows", "number", "higher by .01", "lower by .01", "worst", "best")
     return markdown(head, rows, words=2)
 
 
 SPARSE = "1/4, nothing"
 STARTS = ("as it is", "1/2", SPARSE, "1/8", "1/16", "1/64")
-ACTS = ("small FLOPS", "FLOPS by a gain", "BatchTopK")
+ACTS = {"fixed x1000": "small FLOPS", "gain": "FLOPS by a gain", "topk from 75%": "BatchTopK"}
 ARMS = {"nothing": "as it is", "fixed": "FLOPS as documented"}
 ARMS |= {f"start {x.split(',')[0]}, nothing": x for x in STARTS[1:]}
-kinds = ("fixed x1000", "gain", "topk from 75%")
-ARMS |= {f"start 1/4, {kind}": name for kind, name in zip(kinds, ACTS, strict=True)}
+ARMS |= {f"start 1/4, {kind}": name for kind, name in ACTS.items()}
 
 
 def demo(part: str) -> str:
@@ -213,11 +212,10 @@ def demo(part: str) -> str:
     names = [task["task"].split(" → ") for task in runs[0]]
     if part == "rankings":
         keys = {"recall_1": "R@1", "recall_10": "R@10", "mrr_10": "MRR@10"}
-        head = ["", *(f"{name[0]} {key}" for name in names for key in keys.values())]
-        rows = [
-            [x, *(share(value(n, "rankings", x, key)) for n in range(len(names)) for key in keys)]
-            for x in runs[0][0]["rankings"]
-        ]
+        cells = [(n, key) for n in range(len(names)) for key in keys]
+        head = ["", *(f"{names[n][0]} {keys[key]}" for n, key in cells)]
+        systems = runs[0][0]["rankings"]
+        rows = [[x, *(share(value(n, "rankings", x, key)) for n, key in cells)] for x in systems]
         return markdown(head, rows)
     rows = []
     for n, both in enumerate(names):
@@ -234,10 +232,8 @@ def language_models() -> str:
     kinds: dict[str, list[str]] = {}
     for name, found in json.loads(text)["classes"].items():
         kinds.setdefault(found["status"], []).append(name.partition(" ")[0])
-    rows = [
-        (kind, str(len(names)), "" if kind == "exact" else ", ".join(names))
-        for kind, names in kinds.items()
-    ]
+    named = {kind: "" if kind == "exact" else ", ".join(own) for kind, own in kinds.items()}
+    rows = [(kind, str(len(own)), named[kind]) for kind, own in kinds.items()]
     return markdown(("", "classes", "which"), rows, words=3)
 
 
@@ -247,10 +243,8 @@ def from_dense() -> str:
     for row in read(RESULTS / "from_dense.csv"):
         about = row["collection"].upper(), row["way"]
         cells.setdefault(about, {})[row["start"]] = share(float(row["ndcg_10"]))
-    starts = [x for x in dict.fromkeys(x for own in cells.values() for x in own) if x]
-    rows = [
-        [*about, *(own.get(x, own.get("", "")) for x in starts)] for about, own in cells.items()
-    ]
+    starts = list(dict.fromkeys(x for own in cells.values() for x in own if x))
+    rows = [[*about, *(own.get(x, own.get("")) for x in starts)] for about, own in cells.items()]
     return markdown(("collection", "start", *starts), rows, words=2)
 
 
@@ -266,7 +260,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality": functools.partial(ranking, "64", "32", "16", front=True),
     "ranking": functools.partial(ranking, "128", "64", "32", "16"),
     "start": functools.partial(battery, *STARTS),
-    "battery": functools.partial(battery, "as it is", "FLOPS as documented", SPARSE, *ACTS),
+    "battery": functools.partial(
+        battery, "as it is", "FLOPS as documented", SPARSE, *ACTS.values()
+    ),
     "verdicts": verdicts,
     "from dense": from_dense,
     "demo": functools.partial(demo, "rankings"),

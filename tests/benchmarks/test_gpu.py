@@ -6,16 +6,13 @@ import os
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("rich")
 
 from benchmarks import losses
 from benchmarks.run import old_and_new
 from benchmarks.studies import training_step
-from tests.on_device import on_device
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,17 +68,3 @@ def test_old_and_new_are_measured_in_two_processes(tmp_path: Path, monkeypatch):
     assert [(row["variant"], row["status"]) for row in rows] == [("old", "ok"), ("new", "ok")]
     assert all(float(row["seconds"]) > 0 for row in rows)
     assert old_and_new.main([str(tmp_path / "none"), *words]) == 2
-
-
-def test_code_for_the_cpu_runs_on_a_device():
-    with on_device("meta"):
-        generator = torch.Generator("cpu")
-        assert isinstance(generator, torch.Generator)
-        assert torch.Generator | None  # an annotation somewhere
-        assert torch.ones(2).device.type == torch.from_numpy(np.ones(2)).device.type == "meta"
-    with on_device("cpu"):
-        x = torch.rand(3, generator=torch.Generator().manual_seed(0))
-        assert torch.from_numpy(x.numpy()).equal(x)
-        np.testing.assert_array_equal(np.asarray(x, dtype=np.float64), x.double().numpy())
-    assert torch.ones(1).device.type == "cpu"
-    assert torch.Generator is type(generator)

@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("rich")
 
 from benchmarks import __main__ as command
-from benchmarks.losses import benchmark, cases
-from benchmarks.run import available, memory, timing, worker
+from benchmarks.losses import benchmark
+from benchmarks.run import memory, timing
 from benchmarks.run.check import Mismatch, check
 from benchmarks.run.measure import Row, measure
 from benchmarks.run.table import Table, read
@@ -115,16 +115,3 @@ def test_the_command_measures_and_resumes(tmp_path: Path, monkeypatch: pytest.Mo
     before = output.read_text()
     assert command.main(words) == 0
     assert output.read_text() == before
-
-
-def test_the_gpu_suite_is_refused_on_a_cpu(tmp_path: Path):
-    args = command.parser().parse_args(["--suite", "gpu", "--only", "margin_mse", "--no-compile"])
-    with pytest.raises(SystemExit, match="needs --device cuda"):
-        worker.work(args, tmp_path / "run.csv", budget=0.0)
-    assert not (tmp_path / "run.csv").exists()
-
-
-def test_missing_package_is_left_out(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(available, "missing_reason", lambda package: "not installed")
-    kinds = {v.kind for case in cases("tiny") for v in available.variants(case)}
-    assert kinds == {"eager", "ours"}

@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from tools import markdown
-from tools.markdown import DOCS, LANGUAGES, body, expand, front_matter
+from tools.markdown import DOCS, LANGUAGES, body, expand, front_matter, split_code
 
 PAGES = sorted(page for language in LANGUAGES for page in DOCS.glob(f"{language}/**/*.md"))
 FOLLOWS = {
@@ -19,31 +18,18 @@ def name(page):
     return page.relative_to(DOCS).as_posix()
 
 
-def test_pages_are_translated():
-    assert {name(page).partition("/")[0] for page in PAGES} == set(FOLLOWS)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_a_page_says_which_version_it_follows(page):
+def test_a_page_says_what_it_follows_and_includes_its_formulas(page):
     text = page.read_text(encoding="utf-8")
-    version = front_matter(text)["follows"]
-    assert re.fullmatch(r"[0-9a-f]{7}, \d{4}-\d\d-\d\d", version)
-    assert FOLLOWS[name(page).partition("/")[0]].format(version.partition(", ")[2]) in text
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_formulas_are_included_from_the_english_page(page):
-    text = page.read_text(encoding="utf-8")
+    about = front_matter(text)
+    assert re.fullmatch(r"[0-9a-f]{7}, \d{4}-\d\d-\d\d", about["follows"])
+    assert FOLLOWS[name(page).partition("/")[0]].format(about["follows"].partition(", ")[2]) in text
+    english = DOCS / about["translation_of"]
+    assert f"]({os.path.relpath(english, page.parent)})" in text
+    assert f"]({os.path.relpath(page, english.parent)})" in english.read_text(encoding="utf-8")
     expand(text)  # a missing section is an error
     for mark in ("$$", r"\[", r"\(", r"\begin{"):
-        assert mark not in markdown.split_code(body(text))[0]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_a_page_and_its_translation_link_to_each_other(page):
-    english = DOCS / front_matter(page.read_text(encoding="utf-8"))["translation_of"]
-    assert f"]({os.path.relpath(english, page.parent)})" in page.read_text(encoding="utf-8")
-    assert f"]({os.path.relpath(page, english.parent)})" in english.read_text(encoding="utf-8")
+        assert mark not in split_code(body(text))[0]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 """
 
 import importlib
+import math
 import os
 import re
 import sys
@@ -142,6 +143,13 @@ def test_a_mined_negative_is_neither_the_answer_nor_as_good(script, tiny):
     found = [negatives for *_, negatives in script("mined_negatives").mine(encoder, pairs)]
     assert found[0] == found[2] == ["copy data of a tree"]
     assert found[3] == []
+
+
+def test_ndcg_by_hand(script):
+    scores = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0]])
+    grades = torch.tensor([[0.0, 2.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]])
+    first = 2 / math.log2(3) / (2 + 1 / math.log2(3))  # the right ones at 2 and 4, cut at 3
+    assert script("data").ndcg(scores, grades, k=3) == pytest.approx((first + 0) / 2)
 
 
 def test_korean(script, tmp_path):

@@ -1,7 +1,6 @@
 """Draw the docs' pictures for light and dark pages: ``python -m tools.figures [NAME ...]``."""
 
 import sys
-from collections.abc import Iterable
 from itertools import cycle
 from pathlib import Path
 
@@ -63,20 +62,20 @@ def draw_panels(figure: Figure, drawn: curves.Figure) -> None:
         axes.legend()
 
 
-def draw(name: str, folder: Path, palettes: Iterable[str] = PALETTES) -> None:
+def draw(name: str) -> None:
     """Write `<name>-<palette>.svg` for every palette."""
-    for palette in palettes:
+    for palette in PALETTES:
         with plt.rc_context(style(palette)):
             figure = plt.figure(figsize=(8.4, 3.3), layout="constrained")
             if name in curves.FIGURES:
                 draw_panels(figure, curves.FIGURES[name])
             else:
                 results.FIGURES[name](figure)
-            figure.savefig(folder / f"{name}-{palette}.svg", metadata={"Date": None})
+            figure.savefig(FOLDER / f"{name}-{palette}.svg", metadata={"Date": None})
             plt.close(figure)
 
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for name in sys.argv[1:] or [*curves.FIGURES, *results.FIGURES]:
-        draw(name, FOLDER)
+        draw(name)

@@ -1,5 +1,6 @@
 """Curves of the losses and of the token penalties: values, and gradients by autograd."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,14 +40,8 @@ def slopes(x: Any, losses: Mapping[str, Callable[[Tensor], Tensor]]) -> Result:
     return curves
 
 
-def ones(*shape: int) -> Tensor:
-    """Return ones in fp64."""
-    return torch.ones(shape, dtype=torch.float64)
-
-
-def zeros(*shape: int) -> Tensor:
-    """Return zeros in fp64."""
-    return torch.zeros(shape, dtype=torch.float64)
+ones = functools.partial(torch.ones, dtype=torch.float64)
+zeros = functools.partial(torch.zeros, dtype=torch.float64)
 
 
 def distillation(*, lead: float, temperature: float, candidates: int) -> Result:

@@ -1,14 +1,14 @@
 """Pictures of committed results."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
 from benchmarks.run.table import RESULTS as BENCHMARKS
-from benchmarks.run.table import Row, largest_cases, read
+from benchmarks.run.table import largest_cases, read
 
 
 def plain_ticks(axis: Axis, values: Sequence[float]) -> None:
@@ -20,29 +20,38 @@ def plain_ticks(axis: Axis, values: Sequence[float]) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def over_ours(
-    figure: Figure,
-    rows: Iterable[Row],
-    panels: Mapping[str, str],
-    series: Mapping[str, tuple[str, str]],
-    cases: Sequence[tuple[str, str]],
-) -> None:
-    """Draw each variant's figure over ours, a line per case: right of 1, ours is less."""
+PEERS = {  # variants with their labels and markers
+    "eager": ("plain formula", "o"),
+    "torch.compile": ("the same, compiled", "x"),
+    "ours, compiled": ("sparse-losses, compiled", "s"),
+    "sentence-transformers": ("sentence-transformers", "^"),
+    "pytorch-metric-learning": ("pytorch-metric-learning", "D"),
+    "info-nce-pytorch": ("info-nce-pytorch", "+"),
+}
+
+
+def relative(figure: Figure, *, file: str) -> None:
+    """Draw time and memory of others over ours, a line per case: right of 1, ours is less."""
+    rows = [row for row in read(BENCHMARKS / file) if row["status"].startswith("ok")]
     table = {(row["loss"], row["case"], row["variant"]): row for row in rows}
-    is_drawn = [any((*case, name) in table for name in series) for case in cases]
-    cases = [case for case, drawn in zip(cases, is_drawn, strict=True) if drawn][::-1]
+    peers = [name for name in PEERS if any(variant == name for *_, variant in table)]
+    cases = [x for x in largest_cases(rows) if any((*x, name) in table for name in peers)][::-1]
+    figure.set_size_inches(8.4, 0.4 * len(cases))
     both = figure.subplots(1, 2, sharey=True)
-    for axes, (column, title) in zip(both, panels.items(), strict=True):
+    for axes, (column, title) in zip(
+        both, {"seconds": "time", "peak_bytes": "memory"}.items(), strict=True
+    ):
         text = axes.spines["left"].get_edgecolor()
-        for number, (name, (label, marker)) in enumerate(series.items()):
-            own = [case for case in cases if (*case, name) in table]
-            ratios = [
-                float(table[*case, name][column]) / float(table[*case, "ours"][column])
-                for case in own
-            ]
+        for number, name in enumerate(peers):
+            label, marker = PEERS[name]
+            ratios = {
+                line: float(table[*case, name][column]) / float(table[*case, "ours"][column])
+                for line, case in enumerate(cases)
+                if (*case, name) in table
+            }
             axes.plot(
-                ratios,
-                [cases.index(case) for case in own],
+                list(ratios.values()),
+                list(ratios),
                 marker,
                 label=label,
                 markersize=6,
@@ -52,28 +61,13 @@ def over_ours(
             )
         axes.axvline(1, color=text, linewidth=1, linestyle="-")
         plain_ticks(axes.xaxis, [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 200])
-        axes.set(xlabel=title, ylim=(-0.6, len(cases) - 0.4))
-    both[0].set_yticks(range(len(cases)), ["\n".join(case) for case in cases], fontsize=6)
+        axes.set(xlabel=f"{title} relative to sparse-losses", ylim=(-0.6, len(cases) - 0.4))
+    both[0].set_yticks(range(len(cases)), ["\n".join(case) for case in cases], fontsize=7.5)
     handles = both[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=5, fontsize=8)
-
-
-def benchmarks_peers(figure: Figure, *, file: str) -> None:
-    """Time and memory of the peers side by side."""
-    rows = [row for row in read(BENCHMARKS / file) if row["status"].startswith("ok")]
-    panels = {"seconds": "time", "peak_bytes": "memory"}
-    panels = {key: f"{name} relative to sparse-losses" for key, name in panels.items()}
-    peers = {"eager": ("plain formula", "o"), "torch.compile": ("the same, compiled", "x")}
-    names = ("ours, compiled", "sentence-transformers", "pytorch-metric-learning")
-    for name, marker in zip((*names, "info-nce-pytorch"), "s^D+", strict=True):
-        peers[name] = (name.replace("ours", "sparse-losses"), marker)
-    figure.set_size_inches(8.4, 6.4)
-    found = {row["variant"] for row in rows}
-    peers = {name: look for name, look in peers.items() if name in found}
-    over_ours(figure, rows, panels, peers, largest_cases(rows))
+    figure.legend(*handles, loc="outside upper center", ncols=3)
 
 
 FIGURES = {
-    "benchmarks_peers": functools.partial(benchmarks_peers, file="cpu-quick.csv"),
-    "benchmarks_gpu": functools.partial(benchmarks_peers, file="cuda-gpu.csv"),
+    "benchmarks_peers": functools.partial(relative, file="cpu-quick.csv"),
+    "benchmarks_gpu": functools.partial(relative, file="cuda-gpu.csv"),
 }

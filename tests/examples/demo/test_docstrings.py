@@ -3,51 +3,20 @@ import re
 from examples.demo import docstrings
 from examples.demo.corpus import split
 
-NUMPY_STYLE = """\
-mean_of(a, axis=None) -> float
-
-Compute the average of `a` along an axis. It is also known as the :func:`~stats.centre`.
-
-.. math:: \\\\frac{1}{n} \\\\sum_i a_i
-
-The result is **always** a double, see https://example.org/page for more.
-
-.. versionadded:: 1.2
-   Not interesting.
-
-.. note::
-    Missing values are counted as zero.
-
-Parameters
-----------
-a : array_like
-    Values to be averaged.
-
-See Also
---------
-median : something else entirely
-
-Examples
---------
-Call it so:
-
->>> mean_of([1, 2])
-1.5
-
-References
-----------
-.. [1] Somebody, "A book".
-"""
-
 
 def test_clean_keeps_prose_and_drops_everything_else():
-    summary, body = docstrings.clean(NUMPY_STYLE)
+    summary, body = docstrings.clean(
+        "mean_of(a, axis=None) -> float\n\n"
+        "Compute the average of `a` along an axis. Also known as the :func:`~stats.centre`.\n\n"
+        ".. math:: \\\\frac{1}{n}\n\nAlways a **double**, see https://example.org/page.\n\n"
+        ".. versionadded:: 1.2\n   Not interesting.\n\n"
+        "Parameters\n----------\na : array_like\n    Values to be averaged.\n\n"
+        "See Also\n--------\nmedian : something else entirely\n\n>>> mean_of([1, 2])\n1.5\n"
+    )
     assert summary == "Compute the average of a along an axis."
-    assert body.startswith("It is also known as the stats.centre. The result is always a double")
-    assert "Missing values are counted as zero." in body
+    assert body.startswith("Also known as the stats.centre. Always a double")
     assert "Values to be averaged." in body
-    assert "Call it so" in body
-    for junk in ("->", "frac", "http", "interesting", "----", "else entirely", "1.5", "Somebody"):
+    for junk in ("->", "frac", "http", "interesting", "----", "else entirely", "1.5"):
         assert junk not in body, junk
 
 

@@ -15,10 +15,7 @@ def test_ranking_against_a_hand_count():
     assert figures.recall_1 == pytest.approx(1 / 12)
     assert figures.recall_10 == pytest.approx(11 / 12)
     assert figures.mrr_10 == pytest.approx(sum(1 / rank for rank in expected[1:]) / 12)
-
-
-def test_a_constant_score_gains_nothing():
-    assert ranking(torch.ones(40, 40)) == Ranking(0.0, 0.0, 0.0)
+    assert ranking(torch.ones(40, 40)) == Ranking(0.0, 0.0, 0.0)  # a constant score gains nothing
 
 
 def test_bm25_prefers_the_document_with_the_rare_word():

@@ -1,0 +1,353 @@
+"""The studies on toys: figures that follow their formulas, and sound rows that are kept."""
+
+import dataclasses
+import json
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("rich")
+pytest.importorskip("peft")
+
+from benchmarks.run.launches import Launches
+from benchmarks.run.table import RESULTS, read
+from benchmarks.studies import (
+    battery,
+    beir,
+    calculated,
+    collection,
+    from_dense,
+    gathered,
+    learn,
+    teachers,
+    training_step,
+)
+from sparse_losses import SpladeEncoder, SpladeHead
+from tests.examples.demo.artificial import TOPICS
+from tests.representation import tiny_models
+
+# What the studies share.
+
+
+def vectors(rows, columns, seed=0):
+    return torch.randn(rows, columns, generator=torch.manual_seed(seed)).relu().log1p()
+
+
+def test_pruned_vectors_keep_their_number_and_every_largest_entry():
+    x = vectors(40, 60)
+    fewer = learn.pruned(x, 7)
+    assert learn.active(fewer) == pytest.approx(7, rel=0.01)
+    assert torch.equal(fewer.amax(1), x.amax(1))
+    lowest = fewer[(fewer > 0) & (fewer < x.amax(1, keepdim=True))].min()
+    assert (x[fewer == 0] < lowest).all()
+    assert torch.equal(learn.pruned(x, 60), x)  # there are fewer
+    assert learn.active(learn.pruned(x[:5], 7, of=x)) == learn.active(fewer[:5])
+
+
+def test_figures_of_vectors_follow_their_formulas():
+    q, d = vectors(9, 50), vectors(20, 50, seed=1)
+    d[3] = 0
+    whole, fewer = learn.figures_at(q, d, [(3, 5)], lambda a, b: {"sum": (a @ b.T).sum().item()})
+    for row, (a, b) in ((whole, (q, d)), (fewer, (learn.pruned(q, 3), learn.pruned(d, 5)))):
+        shared = [sum(bool(x and y) for x, y in zip(u, v, strict=True)) for u in a for v in b]
+        assert row["products"] == pytest.approx(sum(shared) / len(shared), abs=1e-3)
+        lists = [sum(bool(v[j]) for v in b) / 20 for j in range(50)]
+        assert row["longest_list"] == pytest.approx(max(lists), abs=1e-4)
+        assert (row["empty"], row["sum"]) == (1, round((a @ b.T).sum().item(), 4))
+    assert fewer["held_out"] == pytest.approx(5, abs=2)
+    dead, _ = learn.figures_at(torch.zeros(4, 6), torch.zeros(4, 6), [(2, 3)], lambda q, d: {})
+    assert (dead["document"], dead["products"], dead["empty"]) == (0, 0, 4)
+
+
+def test_figures_of_rankings_follow_their_formulas():
+    rng = random.Random(1)
+    scores = [[rng.random() * rng.randint(0, 1) for _ in range(300)] for _ in range(7)]
+    scores.append([0.0] * 300)  # nothing is found
+    relevant = [{rng.randrange(300): rng.randint(1, 3) for _ in range(15)} for _ in scores]
+    figures = beir.ranked(torch.tensor(scores, dtype=torch.float64), relevant)
+    for query, (own, grades) in enumerate(zip(scores, relevant, strict=True)):
+        order = sorted((n for n in range(300) if own[n] > 0), key=lambda n: -own[n])[:100]
+        best = sorted(grades.values(), reverse=True)[:10]
+        gained = sum(grades.get(n, 0) / math.log2(2 + at) for at, n in enumerate(order[:10]))
+        ideal = sum(grade / math.log2(2 + at) for at, grade in enumerate(best))
+        reciprocal = [1 / (1 + at) for at, n in enumerate(order[:10]) if n in grades]
+        recalled = sum(n in grades for n in order) / len(grades)
+        expected = (gained / ideal, (reciprocal or [0.0])[0], recalled)
+        assert [one[query] for one in figures.values()] == pytest.approx(expected)
+
+
+class Bag(nn.Module):
+    """A bag of 30 words with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.bias = nn.Embedding(30, 8), nn.Parameter(torch.ones(30))
+        self.head, self.dropout = SpladeHead(nn.Linear(8, 30).weight, self.bias), nn.Dropout(0.1)
+
+    def forward(self, ids, mask):
+        return self.head(self.dropout(self.words(ids)), mask)
+
+
+@pytest.mark.parametrize("acts", ["", "gain", "topk", "fixed"])
+def test_every_arm_trains_from_its_start(acts):
+    tower = Bag()
+    settings = learn.Settings(
+        steps=12, batch=8, lr=0.05, start=0.2, acts=acts, target=3, query_target=2, late=(0.2, 0.5)
+    )
+    ids = torch.randint(1, 30, (40, 2, 5))
+    pairs = [(query[:3], document) for query, document in ids]
+    about, encode = learn.train({"query": tower, "document": tower}, pairs, settings)
+    assert about["first_active"] == pytest.approx(6, rel=0.4)
+    assert about["arm"].startswith("start 1/5, ")
+    x = encode("document", [pair[1] for pair in pairs])
+    assert not x.requires_grad
+    assert x.shape == (40, 30)
+    if acts == "topk":
+        assert learn.active(x) == pytest.approx(3, rel=0.5)
+
+
+def test_the_gain_waits_for_the_ranking_loss_and_then_follows_the_number():
+    gain = learn.Gain(target=10, gain=0.5)
+    gain.update(3.0, 4.0, 2.0, lambda: 1000.0)
+    assert gain.weight == 0, "InfoNCE is above half of chance"
+    for count, factor in ((40.0, 2.0), (2.5, 0.5)):
+        before = gain.weight or 0.01 * 1.0 / 2.0
+        gain.ranking = 1.0
+        gain.update(1.0, 4.0, 2.0, lambda count=count: count)
+        assert gain.weight == pytest.approx(before * factor)
+    gain.update(1.0, 4.0, 2.0, lambda: 1e9)
+    assert gain.weight == pytest.approx(1.0 / 2.0), "weighted FLOPS at most the ranking loss"
+
+
+# The battery of small models.
+
+
+@pytest.fixture(scope="module")
+def texts():
+    made = battery.Texts()
+    made.queries, made.documents = made.queries[:40], made.documents[:40]
+    return made
+
+
+def test_rows_differ_and_a_third_is_held_back():
+    names = [row.name for row in battery.ROWS]
+    assert len(set(names)) == len(names) == 36
+    assert 0.2 < sum(row.held_back for row in battery.ROWS) / len(names) < 0.5
+
+
+@pytest.mark.parametrize("model", ["bag", "static", "decoder"])
+def test_every_model_starts_sparse_and_is_pruned_to_its_number(model, texts):
+    row = dataclasses.replace(battery.Row(model), steps=2, batch=4)
+    rows = list(battery.run(row, battery.ARMS["shift"], texts))
+    assert [one["asked_document"] for one in rows] == ["", 32, 16]
+    assert rows[0]["first_active"] == pytest.approx(battery.V / 4, rel=0.2)
+    assert [one["document"] for one in rows[1:]] == pytest.approx([32, 16], rel=0.1)
+    assert all(0 <= one["recall_10"] <= 1 for one in rows)
+
+
+def test_targets_share_a_training_that_does_not_use_them(texts, monkeypatch, tmp_path):
+    alike = [dataclasses.replace(battery.Row("bag"), steps=2, batch=4, target=n) for n in (32, 64)]
+    monkeypatch.setattr(battery, "ROWS", alike)
+    monkeypatch.setattr(battery, "Texts", lambda: texts)
+    path = tmp_path / "battery.csv"
+    assert battery.main(["--arms", "prune", "gain", "--output", str(path)]) == 0
+    rows = read(path)
+    assert [(row["arm"], row["asked_document"]) for row in rows] == [
+        *(("nothing", asked) for asked in ("", "32", "16.0", "64", "32.0")),
+        *(("start 1/4, gain 32", asked) for asked in ("", "32", "16.0")),
+        *(("start 1/4, gain 64", asked) for asked in ("", "64", "32.0")),
+    ]
+    battery.main(["--arms", "prune", "--output", str(path)])
+    assert read(path) == rows, "finished trainings are kept"
+
+
+# A collection on disk, and the models that are trained on it.
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Sixty documents of three sentences on four topics, and a query for each topic."""
+    rng, names = random.Random(3), sorted(TOPICS)
+    words = [[rng.sample(TOPICS[name].split(), 7) for _ in "abc"] for name in names * 15]
+    texts = [". ".join(" ".join(sentence) for sentence in sentences) for sentences in words]
+    grades = [f"{names[n % 4]}\td{n}\t{(n < 4) + (n < 20)}" for n in range(24)]
+    lines = {
+        "corpus.jsonl": [json.dumps({"_id": f"d{n}", "text": t}) for n, t in enumerate(texts)],
+        "queries.jsonl": [json.dumps({"_id": n, "text": f"{n} zebra"}) for n in (*names, "other")],
+        "qrels/test.tsv": ["query-id\tcorpus-id\tscore", *grades],
+    }
+    (tmp_path / "toy/qrels").mkdir(parents=True)
+    for name, own in lines.items():
+        (tmp_path / "toy" / name).write_text("\n".join(own) + "\n", encoding="utf-8")
+    return tmp_path / "toy"
+
+
+def test_training_reads_documents_alone_and_only_judged_queries_count(folder):
+    found = beir.load(folder)
+    assert found.queries == [f"{name} zebra" for name in sorted(TOPICS)]
+    assert found.relevant[1] == {1: 2, 5: 1, 9: 1, 13: 1, 17: 1}  # grade 0 is not relevant
+    assert len(found.pairs) == 3 * 45  # every fourth document gives none
+    held_out = {" ".join(sorted(text.split())) for text in found.documents[:: beir.UNSEEN]}
+    others = {" ".join(sorted(text.split())) for text in found.documents} - held_out
+    assert {" ".join(sorted(" ".join(pair).split())) for pair in found.pairs} == others
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("corpus.jsonl", '{"_id": "x"}', r"cannot read .*KeyError\('text'\)"),
+        ("qrels/test.tsv", "a\tb\tc\n", "has no relevant documents"),
+    ],
+)
+def test_a_damaged_folder_ends_with_a_sentence(folder, file, text, message):
+    (folder / file).write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit, match=message):
+        beir.load(folder)
+
+
+@pytest.fixture(params=[True, False], ids=["with its head", "without"])
+def pretrained(request, tmp_path, monkeypatch):
+    """Returns the folder of a tiny model with its tokenizer, and both of them."""
+    monkeypatch.setattr(collection, "LENGTHS", (32, 200))  # its tokens are letters
+    model, tokenizer = tiny_models.pair("bert", max_position_embeddings=200)
+    model = model if request.param else model.bert
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "tiny" / "model")
+    return tmp_path / "tiny" / "model", model, tokenizer
+
+
+@pytest.mark.parametrize("pretrained", [True], indirect=True)
+def test_the_cut_model_gives_the_vectors_of_the_whole(folder, pretrained):
+    path, model, tokenizer = pretrained
+    found = beir.load(folder)
+    task = collection.Task([found], str(path))
+    assert len(task.kept) < len(tokenizer)
+    ((_, _, documents),) = task.tests
+    cut = learn.vectors(collection.Tower(task.make(), task.kept).eval(), documents)
+    whole = SpladeEncoder(model, tokenizer).encode(found.documents, output="dense")
+    torch.testing.assert_close(cut, whole[:, task.kept])
+
+
+def test_pretrained_models_and_one_from_scratch_are_trained(folder, pretrained, monkeypatch):
+    path, output = pretrained[0], folder.parent / "study.csv"
+    monkeypatch.setattr(collection, "START", 20)
+    monkeypatch.setattr(collection, "POINTS", [(4, 8)])
+    options = ["--data", str(folder), "--steps", "2", "--seeds", "0", "--output", str(output)]
+    options += ["--arms", "prune", "topk16"]
+    for model in ([], ["--model", str(path)]):
+        collection.main([*options, *model])
+    rows = read(output)
+    start = "" if "MaskedLM" in pretrained[1].__class__.__name__ else "start 20, "
+    assert [(row["model"], row["arm"], row["asked_document"]) for row in rows] == [
+        (model, start + arm, asked)
+        for model, start in (("scratch", "start 1/4, "), ("tiny", start))
+        for arm in ("nothing", "topk 16 from 75%")
+        for asked in ("", "8")
+    ]
+    assert all(0 <= float(row["ndcg_10"]) <= 1 for row in rows)
+
+
+def test_every_way_of_a_dense_encoder_has_a_row_and_one_is_the_packages(folder, monkeypatch):
+    path, output = folder.parent / "tiny" / "model", folder.parent / "study.csv"
+    model, words = tiny_models.pair("bert")
+    for part in (model.base_model, words):
+        part.save_pretrained(path)
+    monkeypatch.setenv("MINILM", str(path))
+    monkeypatch.setattr(from_dense, "STARTS", (8, 20))
+    monkeypatch.setattr(from_dense, "LENGTH", 40)
+    from_dense.main(["--data", str(folder), "--output", str(output)])
+    rows = read(output)
+    assert len(rows) == 1 + 2 * 7
+    one = beir.load(folder)
+    for row in rows:
+        if row["way"] != "dense":
+            assert float(row["document"]) == pytest.approx(float(row["start"]), abs=0.6)
+        if row["way"] == "bias by token: its mean":
+            options = {"start_active": int(row["start"]), "max_length": from_dense.LENGTH}
+            encoder = SpladeEncoder.from_dense(path, one.documents, **options)
+            x, y = (encoder.encode(texts).to_dense() for texts in (one.queries, one.documents))
+            own = beir.ranked(x @ y.T, one.relevant)["ndcg_10"]
+            assert sum(own) / len(own) == pytest.approx(float(row["ndcg_10"]), abs=0.02)
+
+
+@pytest.mark.parametrize("pretrained", [True], indirect=True)
+def test_every_form_of_a_teacher_is_trained_once(folder, pretrained, monkeypatch):
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+
+    class BiEncoder:
+        def __init__(self, *_, **options): ...
+
+        def encode(self, texts, **options):
+            seeds = (torch.Generator().manual_seed(len(text)) for text in texts)
+            rows = torch.stack([torch.randn(8, generator=seed) for seed in seeds])
+            return nn.functional.normalize(rows)
+
+    monkeypatch.setattr(sentence_transformers, "SentenceTransformer", BiEncoder)
+    monkeypatch.setattr(teachers, "POINTS", [(4, 8)])
+    output = folder.parent / "teachers.csv"
+    options = ["--data", str(folder), "--model", str(pretrained[0]), "--teacher", "any"]
+    options += ["--steps", "2", "--seeds", "0", "--output", str(output)]
+    for _ in range(2):  # what is there is not trained again
+        assert teachers.main(options) == 0
+    rows = read(output)
+    forms = ["none", *(f"{form}{mixed}" for form in teachers.FORMS for mixed in ("", ", mixed"))]
+    assert [row["teacher"] for row in rows] == [form for form in forms for _ in range(2)]
+    ranked = {row["teacher"]: row["ndcg_10"] for row in rows}
+    # Mixed scores have neither shift nor scale.
+    assert ranked["cosines, mixed"] == ranked["logits, mixed"]
+
+
+# Steps, counted and measured.
+
+
+def test_small_operations_take_the_time_of_their_launches():
+    x = torch.empty(64, 32, device="meta")
+    with Launches() as counted:
+        (x.bfloat16() @ x.bfloat16().T).relu_()
+    assert [each.name for each in counted.operations] == ["_to_copy", "_to_copy", "mm", "relu_"]
+    assert counted.flops == {torch.bfloat16: 2 * 64 * 64 * 32}
+    copy, _, product, _ = (each.bytes for each in counted.operations)
+    assert (copy, product) == (64 * 32 * (4 + 2), 2 * (64 * 32 * 2) + 64 * 64 * 2)
+    assert calculated.seconds(counted, "h100") == pytest.approx(4 * calculated.LAUNCH)
+
+
+def test_cases_and_a_training_step_are_counted(tmp_path):
+    path = tmp_path / "calculated.csv"
+    options = ["--suite", "tiny", "--only", "flops,info_nce", "--output", str(path)]
+    assert calculated.main(options) == 0
+    rows = read(path)
+    assert {("flops", "eager"), ("info_nce", "ours")} <= {(x["loss"], x["variant"]) for x in rows}
+    assert all(int(row["launches"]) > 0 and int(row["peak_bytes"]) > 0 for row in rows)
+    assert read(RESULTS / "calculated.csv")[0].keys() == rows[0].keys()
+    plain, ours = calculated.training_steps(training_step.TINY)
+    assert (plain["variant"], ours["variant"]) == ("eager", "ours")
+    assert ours["launches"] > 100
+
+
+def test_a_training_step_is_measured(tmp_path):
+    output = tmp_path / "step.csv"
+    options = ["--device", "cpu", "--tiny", "--budget", "0.01", "--output", str(output)]
+    assert training_step.main(options) == 0
+    rows = read(output)
+    assert [(row["pairs"], row["variant"]) for row in rows] == [("2", "eager"), ("2", "ours")]
+    for row in rows:
+        assert row["status"] == "ok"
+        assert all(float(row[key]) > 0 for key in ("seconds", "tokens_per_second", "peak_bytes"))
+        assert float(row["gradient_difference"]) < training_step.ALLOWED_GRADIENT
+
+
+def test_of_sparse_vectors_ranks_send_entries(tmp_path):
+    output = tmp_path / "gathered.csv"
+    sizes = ("--ranks", "2", "--pairs", "3", "--vocabulary", "400", "--active", "0.02")
+    assert gathered.main([*sizes, "--output", str(output)]) == 0
+    dense, entries = read(output)
+    # Rows of documents in one direction, their gradients in the other.
+    assert float(dense["mib_sent"]) >= 2 * (2 * 3 * 400 * 4) / 2**20
+    assert 0 < float(entries["mib_sent"]) < float(dense["mib_sent"]) / 10
+    for row in (dense, entries):
+        assert float(row["value_difference"]) < 1e-9
+        assert float(row["gradient_difference"]) < 1e-9
