@@ -43,11 +43,10 @@ CASES = [(*form, options) for form in FORMS for options in OBJECTIVES]
 
 
 def objective(options, negative, *, gather):
-    """Every term that these negatives allow, each with another weight; one weight is learned."""
+    """Every term that these negatives allow, each with another weight."""
     weights = {name: 0.3 + 0.1 * number for number, name in enumerate(making.BUILDERS)}
     if negative in (None, "shared"):
         del weights["triplet_margin"], weights["margin_mse"]
-    weights["distillation"] = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
     losses, settings = OBJECTIVES[options]()
     made = making.objective(weights, losses, gather=gather, **settings)
     learned = torch.nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
@@ -101,7 +100,7 @@ def whole(batches, negative, teacher):
 
 
 def gradients(loss, batch):
-    """Total, terms, and gradients by activations and logits, and by what is learned."""
+    """Total, terms, and gradients by activations and logits, and by the temperature."""
     leaves, sides = [], []
     for side in batch[:3]:
         if side is not None:
@@ -110,9 +109,8 @@ def gradients(loss, batch):
             side = side._replace(activations=pair[0], logits=pair[1])
         sides.append(side)
     total, terms = loss(sl.SpladeBatch(*sides, *batch[3:]))
-    held = [loss.terms["info_nce"].loss.temperature, *loss.learned_weights.values()]
-    grads = torch.autograd.grad(total, leaves + held)
-    return total, terms, list(grads[:-2]), list(grads[-2:])
+    *grads, held = torch.autograd.grad(total, [*leaves, loss.terms["info_nce"].loss.temperature])
+    return total, terms, grads, held
 
 
 def compare(rank):
@@ -128,15 +126,13 @@ def compare(rank):
         own_total, own_terms, own_by_texts, own_by_held = gradients(
             objective(options, negative, gather=True), batches[rank]
         )
-        own_by_held = [x.clone() for x in own_by_held]
-        for gradient in own_by_held:
-            dist.all_reduce(gradient)
+        dist.all_reduce(own_by_held)
         try:
             close(own_terms, terms)
             close(own_total, total)
             by_texts = [x.chunk(WORLD)[rank] for x in by_texts]
             close([x / WORLD for x in own_by_texts], by_texts)
-            close([x / WORLD for x in own_by_held], by_held)
+            close(own_by_held / WORLD, by_held)
             assert all(x.any() for x in by_texts)
         except AssertionError as error:
             wrong[case] = repr(error)

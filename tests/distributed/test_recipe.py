@@ -1,13 +1,13 @@
 """examples/train_with_ddp.py on two gloo ranks: the updates of one process, resumed, compiled."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import recipe
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import example, run_ranks
 
 works_with = pytest.mark.works_with
 STEPS = 25
@@ -26,6 +26,40 @@ OF_ONE = {"plain": {"batch_size": 8} | FEW}
 OF_ONE["accumulated"] = {"batch_size": 4, "accumulate": 2} | FEW
 
 
+def run(folder, *, dropout=0.0, exact=True, compiled=False, stop_at=None, **options):
+    """Train as the example does; return its last state."""
+    script = example()
+    training = script.start()
+    training.encoder = script.tiny.encoder(dropout)
+    if exact:
+        training.encoder.double()
+    if compiled:  # PyTorch's own operations: code for them takes a minute
+        torch._dynamo.reset()
+        training.compile(backend="aot_eager")
+    if stop_at is not None:
+        passes = itertools.count(1)
+
+        def stop(*_):
+            if next(passes) == stop_at:
+                raise InterruptedError
+
+        training.register_forward_pre_hook(stop)
+    return script.train(training, folder, **options)
+
+
+def run_all(rank, folder, runs):
+    """Return the last state of every run; of a stopped one, that of the run that resumes it."""
+    states = {}
+    for name, options in runs.items():
+        try:
+            states[name] = run(folder / name, **options)
+        except InterruptedError:
+            last = max((folder / name).glob("step-*.pt"))
+            again = {key: value for key, value in options.items() if key != "stop_at"}
+            states[name] = run(folder / name, **again, resume=last)
+    return states
+
+
 @pytest.fixture(scope="module")
 def states(tmp_path_factory):
     """The last state of every run, by the number of ranks."""
@@ -33,10 +67,10 @@ def states(tmp_path_factory):
     two = {name: {"batch_size": 4, "steps": STEPS} | options for name, options in RUNS.items()}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        alone = recipe.run_both(0, folder / "1", OF_ONE)
+        alone = run_all(0, folder / "1", OF_ONE)
     finally:
         dist.destroy_process_group()
-    return {1: alone, 2: run_ranks(2, recipe.run_both, folder / "2", two)[0]}
+    return {1: alone, 2: run_ranks(2, run_all, folder / "2", two)[0]}
 
 
 def assert_same(state, other, tolerance):
@@ -50,7 +84,7 @@ def assert_same(state, other, tolerance):
 @works_with("PyTorch", "fp32", "devices")
 def test_two_ranks_train_as_one_process_with_the_global_batch(states):
     assert_same(states[2]["plain"], states[1]["plain"], 1e-6)
-    start = recipe.example().tiny.encoder().state_dict()
+    start = example().tiny.encoder().state_dict()
     weights = states[2]["plain"]["training"]
     moved = [not torch.equal(weights[f"encoder.{name}"].float(), x) for name, x in start.items()]
     assert sum(moved) > len(moved) / 2

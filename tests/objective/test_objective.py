@@ -82,10 +82,9 @@ def test_a_zero_weight_is_not_called():
 
     made = SpladeObjective({"info_nce": (1.0, terms.info_nce()), "poison": (0, poison)})
     assert set(made(batch()).terms) == {"info_nce"}
-    for weight in (1.0, torch.zeros(())):  # reading a tensor would wait
-        made.weights["poison"] = weight
-        with pytest.raises(AssertionError, match="was called"):
-            made(batch())
+    made.weights["poison"] = 1.0
+    with pytest.raises(AssertionError, match="was called"):
+        made(batch())
 
 
 def test_without_terms_the_total_is_0_with_a_graph():
@@ -94,25 +93,6 @@ def test_without_terms_the_total_is_0_with_a_graph():
     total.backward()
     assert (total, values) == (0, {})
     assert not b.anchor.activations.grad.any()
-
-
-def test_a_learned_weight_is_the_one_that_is_loaded_or_given():
-    def weighted(number):
-        weight = torch.nn.Parameter(torch.tensor(number))
-        return SpladeObjective({"query_flops": (weight, terms.flops("query"))})
-
-    made, b = weighted(2.0), batch()
-    expected = weighted(5.0)(b).total
-    given = {name: x.detach() * 2.5 for name, x in made.named_parameters()}
-    torch.testing.assert_close(torch.func.functional_call(made, given, (b,)).total, expected)
-    made.load_state_dict(weighted(5.0).state_dict(), assign=True)
-    total = made(b).total
-    total.backward()
-    torch.testing.assert_close(total, expected)
-    grad = made.learned_weights["query_flops"].grad
-    torch.testing.assert_close(grad, expected.detach() / 5, check_dtype=False)
-    made.weights["query_flops"] = 0.0  # off
-    assert made.to("cpu")(b).terms == {}
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
@@ -148,17 +128,6 @@ def test_a_mask_of_the_batch_serves_a_loss_without_in_batch_negatives():
     own = torch.cat([mask[:, :1], mask[:, B:]], 1)
     expected = loss(*(x.activations for x in b[:3]), candidate_mask=own)
     torch.testing.assert_close(made(b._replace(candidate_mask=mask)).total, expected)
-
-
-def test_a_weight_may_be_learned():
-    weight = torch.nn.Parameter(torch.tensor(2.0))
-    made = objective({"query_flops": weight, "info_nce": torch.tensor(0.5)})
-    total, values = made(batch())
-    total.backward()
-    torch.testing.assert_close(weight.grad, values["query_flops"].float())
-    assert [*made.parameters()] == [made.learned_weights["query_flops"]] == [weight]
-    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made)), made.to("meta")):
-        assert other.weights["query_flops"] is other.learned_weights["query_flops"]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -259,9 +228,11 @@ def test_special_tokens_do_not_count_as_a_texts_own():
     b.anchor.input_ids[:, 0], b.anchor.input_ids[:, 4] = 0, 1
     names = ("query_min_activation", "query_self_reconstruction", "document_positive_activation")
     losses = {"min_activation": sl.MinActivationLoss(threshold=5.0)}
+    options = {"ignore_token_ids": [0, 1]}
+    losses["self_reconstruction"] = sl.SelfReconstructionLoss(**options)
+    losses["positive_activation"] = sl.PositiveActivationLoss(**options)
     made = objective(dict.fromkeys(names, 1.0), losses, special_token_ids=[0, 1])
     x, ids, mask, _ = b.anchor
-    options = {"ignore_token_ids": [0, 1]}
     expected = (
         F.min_activation_loss(x, ((ids > 1) & mask.bool()).sum(1), threshold=5.0),
         F.self_reconstruction_loss(x, ids, mask, **options),
@@ -356,7 +327,7 @@ def test_a_batch_that_does_not_fit_is_an_error(term, negative, change, message):
 @pytest.mark.parametrize(
     ("pair", "message"),
     [
-        ((torch.ones(3), len), r"weights\['x'\]` to be a number or a 0-d tensor, .*\[3\]"),
+        ((torch.ones(()), len), r"weights\['x'\]` to be a number, got Tensor"),
         ((math.nan, len), r"weights\['x'\]` to be"),
         ((1.0, lambda b: b.anchor[0].sum(1)), r"the term 'x': expected .* shape \[\], got \[5\]"),
         ((1.0, lambda b: 3), "the term 'x': expected .* torch.Tensor, got int"),
@@ -374,22 +345,13 @@ def test_wrong_terms_are_errors(pair, message):
         SpladeObjective({"x": pair if isinstance(pair, tuple | terms.Term) else pair()})(batch())
 
 
-@pytest.mark.parametrize("name", ["a.b", "keys", "", 3])
-def test_a_name_that_a_module_cannot_hold_is_an_error(name):
-    with pytest.raises(ValueError, match=f"a string without a dot .*, got {name!r}"):
-        SpladeObjective({name: (1.0, len)})
-
-
 def test_a_raw_tensor_is_an_error_that_names_the_texts():
     with pytest.raises(TypeError, match=r"to be a SpladeBatch\(Texts\(activations, .*Tensor"):
         objective({"info_nce": 1.0})(RAW)
 
 
 def test_ids_that_are_no_token_of_the_vocabulary_are_refused():
-    with pytest.raises(ValueError, match="`stopword_ids` >= 0, got -1"):
-        terms.flops("query", stopword_ids=[3, -1])
-    made = SpladeObjective({"x": (1.0, terms.flops("query", stopword_ids=torch.tensor([3, V])))})
-    with pytest.raises(
-        ValueError, match=f"the term 'x': .*stopword_ids. in .0, V. with V = {V}, got {V}"
-    ):
-        made(batch())
+    for wrong in (-1, V):
+        term = terms.flops("query", stopword_ids=torch.tensor([3, wrong]))
+        with pytest.raises(ValueError, match=f"stopword_ids. in .0, V. with V = {V}, got {wrong}"):
+            SpladeObjective({"x": (1.0, term)})(batch())

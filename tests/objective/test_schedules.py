@@ -112,8 +112,6 @@ def test_optimiser_steps_count_and_not_batches():
         if micro_batch % 4 == 3:
             optimizer.step()
     assert schedule.steps_taken == 2
-    with pytest.raises(RuntimeError, match="attached once"):
-        schedule.attach(optimizer)
     handle.remove()
     optimizer.step()
     assert schedule.steps_taken == 2
@@ -134,13 +132,6 @@ def test_a_step_that_a_scaler_skips_does_not_count(fused):
     assert schedule.steps_taken == 1
 
 
-def test_a_scheduled_weight_changed_by_other_code_is_an_error():
-    made, schedule = scheduled()
-    made.weights["query_flops"] = 7.0
-    with pytest.raises(RuntimeError, match=r"to set \['query_flops'\], got .*'query_flops': 7\.0"):
-        schedule.step()
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -150,9 +141,8 @@ def test_a_scheduled_weight_changed_by_other_code_is_an_error():
         (lambda: Curriculum(PHASES, None), "`steps_per_epoch`"),
         (lambda: Warmup(0), "`steps`"),
         (lambda: Warmup(3, "cubic"), "`shape`"),
-        (lambda: warmed({"query_flops": torch.ones(())}), r"a number, got \['query_flops'\]"),
-        (lambda: warmed({"query_flops": 0.0}), r"a number, got \['query_flops'\]"),
-        (lambda: warmed({}), r"a number, got \['query_flops'\]"),
+        (lambda: warmed({"query_flops": 0.0}), r"a weight, got \['query_flops'\]"),
+        (lambda: warmed({}), r"a weight, got \['query_flops'\]"),
     ],
 )
 def test_wrong_input_is_an_error(make, message):
