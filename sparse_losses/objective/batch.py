@@ -223,15 +223,15 @@ def need(part: Any, name: str, whose: str = "batch") -> Any:
     return value
 
 
-def form_of_teacher(batch: SpladeBatch, num_candidates: int, of: str) -> str:
+def form_of_teacher(batch: SpladeBatch) -> str:
     """Return which candidates a teacher scored: ``"all"``, the ``"positives"`` or its ``"own"``."""
     teacher, wanted = need(batch, "teacher_scores"), batch.teacher_candidates
     check_choice("batch.teacher_candidates", wanted, ("own", "batch", None))
     size, received = teacher.shape
-    columns = {"all": num_candidates}
+    shape = (0, 0) if batch.negative is None else batch.negative.activations.shape
+    columns = {"all": size + shape[-2]}
     if batch.negative is not None:
-        columns |= {} if of == "own" else {"positives": size}
-        shape = batch.negative.activations.shape
+        columns["positives"] = size
         columns |= {"own": 1 + (shape[1] if len(shape) == 3 else 1)} if shape[0] == size else {}
     if wanted is not None:
         columns = {name: n for name, n in columns.items() if (name == "own") == (wanted == "own")}

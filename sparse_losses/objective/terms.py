@@ -140,10 +140,10 @@ def triplet_margin(loss: Loss = None) -> Term:
 
 def _triplet_margin(batch: SpladeBatch, loss: Any) -> Tensor:
     negative, mask = need(batch, "negative").activations, candidate_mask(batch)
+    negative = negative[:, None] if negative.ndim == 2 else negative
     if mask is not None:
         own = own_candidates(mask, batch)
         mask = own[:, :1] & own[:, 1:]  # no margin without the positive
-        negative = negative[:, None] if negative.ndim == 2 else negative
     vectors = batch.anchor.activations, batch.positive.activations, negative
     return _call(loss, batch, *vectors, candidate_mask=mask)
 
@@ -172,12 +172,9 @@ def context_distillation(loss: Loss = None, **options: Any) -> Term:
     return term
 
 
-def ranknet(
-    loss: Loss = None, *, score_scale: float = 1.0, similarity: Similarity = "cosine"
-) -> Term:
-    """RankNet of ``score_scale`` times the scores for the order of the teacher's."""
-    scales = {"score_scale": score_scale, "teacher_scale": 1.0}
-    return distillation(loss or RankNetLoss(), similarity=similarity, **scales)
+def ranknet(loss: Loss = None, *, similarity: Similarity = "cosine") -> Term:
+    """RankNet of the scores for the order of the teacher's."""
+    return distillation(loss or RankNetLoss(), similarity=similarity)
 
 
 def _distillation(
@@ -201,7 +198,7 @@ def _taught(batch: SpladeBatch, similarity: Similarity, of: str) -> tuple[Tensor
         return student, need(batch, "teacher_anchor_scores").to(student.dtype)
     scores, mask = batch.scores(similarity), candidate_mask(batch)
     teacher = need(batch, "teacher_scores").to(scores.dtype)
-    form = form_of_teacher(batch, scores.shape[1], of)
+    form = form_of_teacher(batch)
 
     def select(x: Tensor) -> Tensor:
         return own_candidates(x, batch) if "own" in (of, form) else x[:, : teacher.shape[1]]
