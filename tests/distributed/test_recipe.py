@@ -1,14 +1,19 @@
-"""examples/train_with_ddp.py on two gloo ranks: the updates of one process, resumed, compiled."""
+"""train_with_ddp.py and the loop of docs/distributed.md: two gloo ranks train as one process."""
 
+import contextlib
 import functools
 import itertools
+import re
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ranks import example, run_ranks
+from tests.distributed.ranks import as_torchrun_would, example, run_ranks
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "distributed.md"
 works_with = pytest.mark.works_with
 STEPS = 25
 FEW = {"steps": 6}
@@ -123,3 +128,26 @@ def test_a_resumed_run_is_the_same_to_the_bit(states):
     torch.testing.assert_close(resumed["training"], whole["training"], rtol=0, atol=0)
     for name in ("schedule", "log", "step"):
         assert resumed[name] == whole[name]
+
+
+def run_page(rank, script, printed):
+    with printed.open("a") as file, contextlib.redirect_stdout(file):
+        runpy.run_path(str(script), run_name="__main__")
+
+
+@pytest.mark.works_with("PyTorch", "fp32", "devices")
+def test_the_loop_of_the_page_prints_the_same_on_one_rank_and_on_two(tmp_path):
+    page = PAGE.read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (block,) = [block for block in blocks if "init_process_group" in block]
+    script = tmp_path / "loop.py"
+    script.write_text(block, encoding="utf-8")
+    numbers = []
+    for ranks in (1, 2):
+        printed = tmp_path / f"{ranks}.txt"
+        as_torchrun_would(run_page, script, printed, processes=ranks)
+        numbers.append([float(line) for line in printed.read_text().split()])
+    one, two = numbers
+    assert len(one) == 3
+    assert two == pytest.approx(one, abs=2e-4)
+    assert one[0] != one[1]
