@@ -73,8 +73,7 @@ def train(folder: Path, *, steps: int = 40, resume: Path | None = None) -> Objec
         TrainingSchedule(objective, warmups={"query_flops": Warmup(20, "quadratic")}),
         loss=objective,
         diagnostics={"document": Diagnostics(encoder.vocab_size)},
-        calibrate_on=tiny.DOCUMENTS,  # the end
-        calibrate_to=3,
+        calibrate={"documents": tiny.DOCUMENTS, "target_active": 3},  # the end
     )
     trainer = ObjectiveTrainer(
         encoder,

@@ -7,9 +7,8 @@ DistributedDataParallel divides by W: the gradient of one process with the whole
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ if dist.is_available():
     _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-skips_size_check = ContextVar("skips_size_check", default=False)
 REFUSAL = "refusal"  # the name of what a rank says that refuses its arguments
 
 
@@ -79,23 +77,19 @@ def maximum_over_ranks(x: Tensor) -> Tensor:
     return x
 
 
-def agree_across_ranks(call: str, gather: object, *data: Tensor | None, **values: object) -> bool:
-    """Return whether other ranks take part in a call with ``gather``; if so, check their values.
+def agree_across_ranks(call: str, gather: object, *data: Tensor | None, **values: object) -> None:
+    """Raise on every rank unless all make this call, with equal ``values`` and precision.
 
-    ``values`` and the width of the widest dtype must be equal on all ranks, or every rank raises.
     A hash is exchanged, and values only if hashes differ. Compiled code compares nothing.
     """
     if not isinstance(gather, bool):
         raise TypeError(f"expected `gather` to be True or False, got {gather!r}")
-    if not gather or num_ranks() == 1:
-        return False
+    if not gather or num_ranks() == 1 or torch.compiler.is_compiling():
+        return
     present = [x for x in data if x is not None]
-    if torch.compiler.is_compiling() or type(present[0]) not in (Tensor, nn.Parameter):
-        return True
-    if not skips_size_check.get():
+    if type(present[0]) in (Tensor, nn.Parameter):  # a subclass may have no values
         width = max([4, *(x.element_size() for x in present if x.is_floating_point())])
         _compare(call, present[0].device, {**values, "precision, in bytes,": width})
-    return True
 
 
 def refuse_across_ranks(
@@ -106,16 +100,6 @@ def refuse_across_ranks(
     refusal = {REFUSAL: f"{type(error).__name__}: {error}"}
     with suppress(ValueError, RuntimeError):  # what the others did wrong, or that they have left
         agree_across_ranks(call, gather is True, *tensors, **refusal)
-
-
-@contextmanager
-def skip_size_check() -> Iterator[None]:
-    """Skip the comparison of sizes within the block: the caller has compared them already."""
-    token = skips_size_check.set(True)
-    try:
-        yield
-    finally:
-        skips_size_check.reset(token)
 
 
 def _compare(call: str, device: torch.device, values: dict[str, object]) -> None:

@@ -14,31 +14,31 @@ from torch import Tensor
 from sparse_losses._core.checks import check_choice
 from sparse_losses._core.token_ids import TokenIds
 from sparse_losses.losses.distillation import DistillationLoss
+from sparse_losses.losses.flops import FlopsLoss
 from sparse_losses.losses.idf_flops import IdfFlopsLoss
 from sparse_losses.losses.info_nce import InfoNCELoss
 from sparse_losses.losses.language_penalty import LanguagePenaltyLoss
 from sparse_losses.losses.min_activation import MinActivationLoss
+from sparse_losses.losses.positive_activation import PositiveActivationLoss
+from sparse_losses.losses.self_reconstruction import SelfReconstructionLoss
 from sparse_losses.losses.triplet_margin import TripletMarginLoss
 from sparse_losses.objective import terms
 from sparse_losses.objective.objective import SpladeObjective
 from sparse_losses.objective.schedules import Curriculum, Phase, TrainingSchedule
 from sparse_losses.vocabulary.penalties import idf_penalty, language_penalty
 
-_KD = "distillation_temperature alpha_kl alpha_mse"
-_SPECIAL = "special_token_ids"
-_SCALES = "score_scale teacher_scale similarity"
-# By term, without its side: its builder, its loss, the preset's fields that are its loss's numbers,
-# and what the builder is told besides.
-TERMS: dict[str, tuple[Any, Any, str, str]] = {
-    "info_nce": (terms.info_nce, InfoNCELoss, "temperature similarity", "stopword_ids"),
-    "triplet_margin": (terms.triplet_margin, TripletMarginLoss, "margin", ""),
-    "distillation": (terms.distillation, DistillationLoss, _KD, _SCALES),
-    "context_distillation": (terms.context_distillation, DistillationLoss, _KD, _SCALES),
-    "min_activation": (terms.min_activation, MinActivationLoss, "top_k threshold", _SPECIAL),
-    "language_penalty": (terms.language_penalty, None, "language_penalty", ""),
-    "flops": (terms.flops, None, "", "stopword_ids"),
-    "self_reconstruction": (terms.self_reconstruction, None, "", _SPECIAL),
-    "positive_activation": (terms.positive_activation, None, "", _SPECIAL),
+_TAUGHT = DistillationLoss, ("distillation_temperature", "alpha_kl", "alpha_mse")
+# By term, without its side: its loss, and the preset's fields that are numbers of the loss.
+TERMS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "info_nce": (InfoNCELoss, ("temperature", "similarity")),
+    "triplet_margin": (TripletMarginLoss, ("margin",)),
+    "distillation": _TAUGHT,
+    "context_distillation": _TAUGHT,
+    "min_activation": (MinActivationLoss, ("top_k", "threshold")),
+    "language_penalty": (LanguagePenaltyLoss, ("language_penalty",)),
+    "flops": (FlopsLoss, ()),
+    "self_reconstruction": (SelfReconstructionLoss, ()),
+    "positive_activation": (PositiveActivationLoss, ()),
 }
 
 
@@ -103,7 +103,7 @@ class Preset:
     def missing(self) -> list[str]:
         """Return the fields that must be set before ``objective``."""
         active = (_split(term)[1] for term, weight in self.weights.items() if weight)
-        needed = {field for kind in active for field in TERMS[kind][2].split()}
+        needed = {field for kind in active for field in TERMS[kind][1]}
         needed |= {"beta", "stopword_penalty"} if self.idf_alpha is not None else set()
         return [name for name, value in vars(self).items() if name in needed and value is None]
 
@@ -130,36 +130,34 @@ class Preset:
         """
         if missing := ", ".join(f"{name}=..." for name in self.missing()):
             raise ValueError(f"expected numbers for {self.name}.replace({missing}), got None")
-        special, made = {"special_token_ids": special_token_ids}, {}
-        told: dict[str, Any] = {**vars(self), **special}
-        told["stopword_ids"] = stopword_ids if hide_stopwords else ()
-        for term in (term for term, weight in self.weights.items() if weight):
+        special, ids = {"special_token_ids": special_token_ids}, {"stopword_ids": stopword_ids}
+        scales = {name: vars(self)[name] for name in ("score_scale", "teacher_scale", "similarity")}
+        given = dict.fromkeys(("info_nce", "flops"), ids if hide_stopwords else {})
+        given |= {"min_activation": special, "distillation": scales, "context_distillation": scales}
+        made = {}
+        for term, weight in ((term, weight) for term, weight in self.weights.items() if weight):
             side, kind = _split(term)
-            build, make, fields, settings = TERMS[kind]
+            make, fields = TERMS[kind]
+            numbers: Any = {name.removeprefix("distillation_"): vars(self)[name] for name in fields}
             if kind == "flops" and self.idf_alpha is not None:
                 if idf is None:
                     raise ValueError(f"{self.name} weighs FLOPS by token and needs `idf` [V]")
-                options = {
-                    "stopword_ids": stopword_ids,
-                    "stopword_penalty": told["stopword_penalty"],
-                }
+                options: Any = {**ids, "stopword_penalty": self.stopword_penalty}
                 if self.special_penalty is not None:
                     options |= {"special_penalty": self.special_penalty, **special}
                 penalty = idf_penalty(idf, alpha=self.idf_alpha, **options)
-                loss: Any = IdfFlopsLoss(penalty, beta=told["beta"])
+                make, numbers = IdfFlopsLoss, {"token_penalty": penalty, "beta": self.beta}
             elif kind == "language_penalty":
                 if allowed_token_ids is None or idf is None:
                     needed = "`allowed_token_ids` and `idf`"
                     raise ValueError(f"{self.name} penalises other languages and needs {needed}")
-                size, number = len(idf), told["language_penalty"]
-                penalty = language_penalty(size, allowed_token_ids, **special, penalty=number)
-                loss = LanguagePenaltyLoss(penalty)
-            else:
-                names = fields.split()
-                numbers = {name.removeprefix("distillation_"): told[name] for name in names}
-                loss = make and make(**numbers)
-            given = {name: told[name] for name in settings.split()}
-            made[term] = self.weights[term], build(*side, loss, **given)
+                options = {**special, "penalty": self.language_penalty}
+                numbers = {
+                    "token_penalty": language_penalty(len(idf), allowed_token_ids, **options)
+                }
+            elif kind in ("self_reconstruction", "positive_activation"):
+                numbers = {"ignore_token_ids": special_token_ids}
+            made[term] = weight, getattr(terms, kind)(*side, make(**numbers), **given.get(kind, {}))
         return SpladeObjective(made, gather=gather)
 
     def schedules(

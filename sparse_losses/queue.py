@@ -118,8 +118,3 @@ class LabelQueue(nn.Module):
         check_zero_one("labels", labels)
         if not features.is_floating_point():
             raise TypeError(f"expected `features` to be floating point, got {features.dtype}")
-
-    def extra_repr(self) -> str:
-        """Return the sizes."""
-        names = ("size", "dim", "num_labels", "gather")
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)

@@ -217,12 +217,12 @@ class Step:
     def __init__(self) -> None:
         on_scores = ("info_nce", "triplet_margin", "distillation", "context_distillation")
         built = {name: getattr(terms, name)() for name in (*on_scores, "margin_mse", "ranknet")}
-        penalty, ids = sl.LanguagePenaltyLoss(torch.ones(V)), {"special_token_ids": [0, 1]}
+        penalty = sl.LanguagePenaltyLoss(torch.ones(V))
         for side in ("query", "document"):
             built[f"{side}_flops"] = terms.flops(side, stopword_ids=[2])
             built[f"{side}_language_penalty"] = terms.language_penalty(side, penalty)
             for name in ("min_activation", "self_reconstruction", "positive_activation"):
-                built[f"{side}_{name}"] = getattr(terms, name)(side, **ids)
+                built[f"{side}_{name}"] = getattr(terms, name)(side)
         filtered = sl.InfoNCELoss(false_negative_margin=0.1, false_negative_ratio=0.9)
         built["filtered"] = terms.info_nce(filtered, stopword_ids=[2])
         weighted = {name: (1.0, term) for name, term in built.items()}
@@ -256,7 +256,6 @@ class Step:
 
 
 def test_training_step_reads_no_value():
-    """What is read, ``Diagnostics.report_later``, goes by ``HostCopy``."""
     hidden = [meta(rows, S, H) for rows in (B, 2 * B)]
     counted = training_launches(Step(), hidden, meta(V, H), meta(5, V))
     assert counted.count > 200

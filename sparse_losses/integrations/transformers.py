@@ -1,8 +1,9 @@
 """A callback for the ``Trainer`` of transformers, and for all trainers that inherit from it."""
 
+import inspect
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import sparse_losses as sl
-from sparse_losses._core.checks import check_number
 from sparse_losses._core.extras import from_extra
 from sparse_losses.distributed import sum_over_ranks
 from sparse_losses.representation.encoding import check_texts
@@ -32,7 +32,7 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
     ``resume_from_checkpoint`` restores them. On several processes these parameters start alike and
     their gradients are averaged; make the encoder the trainer's model. The log has the terms of
     every ``SpladeObjective``, without weights, and the diagnostics. At the end ``calibrate`` runs,
-    if texts are given; the checkpoints are not calibrated.
+    if its arguments are given; the checkpoints are not calibrated.
 
     Args:
         *schedules: each a ``TrainingSchedule``, or another object with ``attach(optimizer)``,
@@ -40,12 +40,8 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         loss: the loss module, or a dict of them, whose parameters (a temperature, prototypes) are
             learned and not part of the trainer's model; they must be in its optimiser.
         diagnostics: by side, ``"query"`` or ``"document"``, of the training since the last log.
-        calibrate_on: documents like those that will be indexed.
-        calibrate_to: active dimensions per document after calibration.
-        queries: queries like those that will be asked.
-        query_target: active dimensions per query.
-        target_products: products of a query and a document, in place of both numbers.
-        encoder: the encoder to calibrate; default: the trainer's model.
+        calibrate: arguments of ``calibrate``: ``{"documents": texts, "target_active": 64}``; its
+            ``"model"`` is by default the trainer's.
 
     Examples:
         >>> from sparse_losses import SpladeObjective
@@ -60,38 +56,11 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         *schedules: Any,
         loss: nn.Module | Mapping[str, nn.Module] | None = None,
         diagnostics: Mapping[str, sl.Diagnostics] | None = None,
-        calibrate_on: Sequence[str] | None = None,
-        calibrate_to: float | Sequence[float] | None = None,
-        queries: Sequence[str] | None = None,
-        query_target: float | Sequence[float] | None = None,
-        target_products: float | None = None,
-        encoder: nn.Module | None = None,
+        calibrate: Mapping[str, Any] | None = None,
     ) -> None:
-        for texts in (calibrate_on, queries):
-            check_texts(texts or [])
-        if (calibrate_on is None) != (calibrate_to is None and target_products is None):
-            numbers = "`calibrate_to` or `target_products`"
-            raise ValueError(f"expected `calibrate_on` with {numbers}, got one without the other")
-        if target_products is not None and (calibrate_to, query_target) != (None, None):
-            raise ValueError("expected `target_products` or numbers of dimensions, got both")
-        if queries is None and (query_target, target_products) != (None, None):
-            raise ValueError(
-                "expected `queries` with `query_target` or `target_products`, got None"
-            )
-        if calibrate_on is not None and not len(calibrate_on):
-            raise ValueError("expected some texts in `calibrate_on`, got none")
-        named: dict[str, Any] = {"calibrate_to": calibrate_to, "query_target": query_target}
-        if target_products is not None:
-            check_number("target_products", target_products, minimum=0.0, exclusive=True)
-        for key, given in named.items():
-            for number in given if isinstance(given, (list, tuple)) else [given]:
-                if number is not None:
-                    check_number(key, number, minimum=0.0, exclusive=True)
-        self.schedules, self.diagnostics, self.encoder = schedules, dict(diagnostics or {}), encoder
+        self.schedules, self.diagnostics = schedules, dict(diagnostics or {})
         self.losses = dict(loss if isinstance(loss, Mapping) else {"loss": loss or nn.Module()})
-        self.calibration: Any = {"documents": calibrate_on, "target_active": calibrate_to}
-        self.calibration |= {"queries": queries, "query_target": query_target}
-        self.calibration["target_products"] = target_products
+        self.calibrate = dict(calibrate or {})
         self._learned: dict[str, nn.Parameter] = {}
         self._handles: list[Any] = []
         self._names: list[str] = []  # of the terms
@@ -131,9 +100,9 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         if isinstance(state.stateful_callbacks.get(type(self).__name__), list):
             raise ValueError("expected one TrainingState for all schedules, got several")
         optimizer, model = objects["optimizer"], objects["model"]
-        self._encoder: Any = model if self.encoder is None else self.encoder
-        if self.calibration["documents"] is not None:
-            self._check_encoder()
+        if self.calibrate:
+            self.calibrate = {"model": model, **self.calibrate}
+            _check_calibration(**self.calibrate)
         its_own = {id(x) for x in model.parameters()}
         self._learned = {
             f"{key}.{name}": x
@@ -160,15 +129,6 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         shape = len(self._names), 2
         self._sums = {mode: torch.zeros(shape, device=args.device) for mode in (True, False)}
 
-    def _check_encoder(self) -> None:
-        kind = type(self._encoder).__name__
-        if not hasattr(self._encoder, "encode_document"):
-            raise TypeError(f"expected `encoder`, a SpladeEncoder or SparseEncoder, got {kind}")
-        targets = self.calibration["target_active"], self.calibration["query_target"]
-        several = [x for x in targets if isinstance(x, Sequence)]
-        if several and not isinstance(self._encoder, sl.SpladeEncoder):
-            raise TypeError(f"expected one number of dimensions for a {kind}, got {several[0]}")
-
     def _detach(self) -> None:
         while self._handles:
             self._handles.pop().remove()
@@ -179,8 +139,8 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         if args.load_best_model_at_end and state.best_model_checkpoint and self._learned:
             best = Path(state.best_model_checkpoint, "trainer_state.json")
             self._restore(TrainerState.load_from_json(str(best)), schedules=False)
-        if self.calibration["documents"] is not None:
-            sl.calibrate(self._encoder, **self.calibration, verbose=state.is_world_process_zero)
+        if self.calibrate:
+            sl.calibrate(**{"verbose": state.is_world_process_zero, **self.calibrate})
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Average the gradients of the learned parameters over the processes."""
@@ -249,3 +209,13 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Add the terms to the metrics that the trainer returns and compares."""
         metrics.update(self._evaluated)
         self._evaluated = {}
+
+
+def _check_calibration(**arguments: Any) -> None:
+    """Raise before training for what ``calibrate`` would refuse after it."""
+    model = inspect.signature(sl.calibrate).bind(**arguments).arguments["model"]
+    if not hasattr(model, "encode_document"):
+        kind = type(model).__name__
+        raise TypeError(f"expected a SpladeEncoder or SparseEncoder to calibrate, got {kind}")
+    for name in ("documents", "queries"):
+        check_texts(arguments.get(name) or [])

@@ -11,6 +11,8 @@ from sparse_losses._core.checks import check_choice, check_shapes
 from sparse_losses._core.entries import concatenated
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.similarity import normalize
+from sparse_losses._core.token_ids import as_mask
+from sparse_losses.distributed import num_ranks, rank
 from sparse_losses.objective.teacher import Teacher, score_batch
 
 Similarity = Literal["cosine", "dot"]
@@ -51,14 +53,14 @@ class Texts(NamedTuple):
     def join(self, other: "Texts") -> "Texts":
         """Return these texts, then the others; shorter ids and masks are padded with zeros."""
         fields: list[Any] = []
-        for name, one, two in zip(Texts._fields, self, other, strict=True):
-            if (one is None) != (two is None):
+        for name, *pair in zip(Texts._fields, self, other, strict=True):
+            present = [x for x in pair if x is not None]
+            if len(present) == 1:
                 raise ValueError(f"expected `{name}` of both texts that are joined, or of neither")
-            if one is not None and two is not None:
-                longest = max(one.shape[-1], two.shape[-1])
-                pads = ((x, longest - x.shape[-1]) for x in (one, two))
-                one = concatenated([nnf.pad(x, (0, n)) if n else x for x, n in pads])
-            fields.append(one)
+            longest = max((x.shape[-1] for x in present), default=0)
+            pads = [(x, longest - x.shape[-1]) for x in present]
+            padded = [nnf.pad(x, (0, n)) if n else x for x, n in pads]
+            fields.append(concatenated(padded) if padded else None)
         return Texts(*fields)
 
 
@@ -102,23 +104,25 @@ class SpladeBatch(NamedTuple):
 
     def texts(self, side: str) -> Texts:
         """Return the anchors for ``"query"``, positives and then negatives for ``"document"``."""
-        if side == "query" or self.negative is None:
+        if side == "query" or (negative := self.negative) is None:
             return self.anchor if side == "query" else self.positive
-        memory = {} if self.memory is None else self.memory
-        if "documents" not in memory:  # a copy
-            memory["documents"] = self.positive.join(self.negative.flatten())
-        return memory["documents"]  # type: ignore[no-any-return]
+        joined: Texts = self._once("documents", lambda: self.positive.join(negative.flatten()))
+        return joined
 
     def scores(self, similarity: Similarity = "cosine") -> Tensor:
         """Return each anchor's scores with all positives, then the negatives: ``[B, B + N]``.
 
         They are those of this rank. The terms of one call compute them once.
         """
+        vectors = [texts.activations for texts in self[:3] if texts is not None]
+        scores: Tensor = self._once(similarity, lambda: score(*vectors, similarity=similarity))
+        return scores
+
+    def _once(self, key: str, make: Callable[[], Any]) -> Any:
         memory = {} if self.memory is None else self.memory
-        if similarity not in memory:
-            vectors = (texts.activations for texts in self[:3] if texts is not None)
-            memory[similarity] = score(*vectors, similarity=similarity)
-        return memory[similarity]  # type: ignore[no-any-return]
+        if key not in memory:
+            memory[key] = make()
+        return memory[key]
 
     @classmethod
     def from_columns(
@@ -192,8 +196,8 @@ def score(query: Tensor, *keys: Tensor, similarity: Similarity) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def check_batch(batch: object) -> dict[str, Tensor]:
-    """Return a batch's tensors by name; raise unless they belong together."""
+def check_batch(batch: object) -> None:
+    """Raise unless a batch is one, and its tensors belong together."""
     if not isinstance(batch, SpladeBatch):
         expected = "SpladeBatch(Texts(activations, ...), Texts(activations, ...))"
         raise TypeError(f"expected `batch` to be a {expected}, got {type(batch).__name__}")
@@ -208,9 +212,8 @@ def check_batch(batch: object) -> dict[str, Tensor]:
         columns = "V, csr", f"{length}, optional", f"{length}, optional", "V, optional"
         for name, x, shape in zip(Texts._fields, texts, columns, strict=True):
             shapes[f"{side}.{name}"] = x, f"{rows} {shape}"
-    shapes |= {name: (getattr(batch, name), shape) for name, shape in BESIDES.items()}
-    check_shapes(**shapes)
-    return {name: x for name, (x, _) in shapes.items() if x is not None}
+    besides = {name: (getattr(batch, name), shape) for name, shape in BESIDES.items()}
+    check_shapes(**shapes, **besides)
 
 
 def need(part: Any, name: str, whose: str = "batch") -> Any:
@@ -218,3 +221,53 @@ def need(part: Any, name: str, whose: str = "batch") -> Any:
     if (value := getattr(part, name)) is None:
         raise ValueError(f"expected `{whose}.{name}`, got None")
     return value
+
+
+def form_of_teacher(batch: SpladeBatch) -> str:
+    """Return which candidates a teacher scored: ``"all"``, the ``"positives"`` or its ``"own"``."""
+    teacher, wanted = need(batch, "teacher_scores"), batch.teacher_candidates
+    check_choice("batch.teacher_candidates", wanted, ("own", "batch", None))
+    size, received = teacher.shape
+    shape = (0, 0) if batch.negative is None else batch.negative.activations.shape
+    columns = {"all": size + shape[-2]}
+    if batch.negative is not None:
+        columns["positives"] = size
+        columns |= {"own": 1 + (shape[1] if len(shape) == 3 else 1)} if shape[0] == size else {}
+    if wanted is not None:
+        columns = {name: n for name, n in columns.items() if (name == "own") == (wanted == "own")}
+    fitting = [name for name, number in columns.items() if number == received]
+    if fitting in ([], ["positives", "own"]):
+        either = " or ".join(f"[{size}, {number}] ({name})" for name, number in columns.items())
+        raise ValueError(
+            f"expected `batch.teacher_scores` of shape {either or '[B, 1 + N] (own)'}, and `batch."
+            f'teacher_candidates` to be "batch" or "own" where two fit, got {list(teacher.shape)} '
+            f"and {wanted!r}"
+        )
+    return fitting[0]
+
+
+def own_candidates(x: Tensor, batch: SpladeBatch) -> Tensor:
+    """Select the positive and the anchor's own negatives, ``[B, 1 + N]``, of ``x [B, B + N]``."""
+    negative, size = need(batch, "negative").activations, len(x)
+    if negative.ndim == 2 and len(negative) != size:
+        raise ValueError(f"expected each anchor's own negatives, got {list(negative.shape)}")
+    others = x[:, size:] if negative.ndim == 3 else x[:, size:].diagonal()[:, None]
+    return torch.cat([x.diagonal()[:, None], others], dim=1)
+
+
+def candidate_mask(batch: SpladeBatch) -> Tensor | None:
+    """Return ``candidate_mask`` of this rank's candidates; with ``gather`` it has all ranks'."""
+    if (mask := batch.candidate_mask) is None:
+        return None
+    size, ranks = len(mask), num_ranks() if batch.gather else 1
+    shape = (0, 0) if batch.negative is None else batch.negative.activations.shape
+    sections = [ranks * size, shape[-2] * (ranks if len(shape) == 2 else 1)]
+    if mask.shape[1] != sum(sections):
+        expected = f"`batch.candidate_mask` of shape [B, B + N] = {[size, sum(sections)]}"
+        raise ValueError(f"expected {expected}, got {list(mask.shape)}")
+    mask = as_mask("batch.candidate_mask", mask)
+    if ranks == 1:
+        return mask
+    positives, others = torch.split(mask, sections, 1)
+    others = others.chunk(ranks, 1)[rank()] if len(shape) == 2 and shape[0] else others
+    return torch.cat([positives.chunk(ranks, 1)[rank()], others], 1)

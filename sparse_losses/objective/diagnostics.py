@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_integer, check_shapes
-from sparse_losses._core.host_copy import HostCopy
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses._core.token_ids import (
     TokenIds,
@@ -23,21 +22,19 @@ NUMBERS = 12  # that a batch adds beside those by token
 
 
 class Report(dict[str, float]):
-    """A dict of numbers by name, for a logger; ``print`` shows it as a table.
+    """Numbers by name, for a logger; ``print`` shows one on a line.
 
     Examples:
         >>> from sparse_losses import Report
         >>> print(Report(dead_rows=0.25, index_flops=12.5))
-        dead_rows    25.0%
+        dead_rows    0.25
         index_flops  12.5
     """
 
     def __str__(self) -> str:
         """Return one line per number."""
         width = max(map(len, self), default=0)
-        shares = ("_share", "_top", "_rows", "_recall", "_list", "_active", "_mode")
-        formats = {name: ".1%" if name.endswith(shares) else ".4g" for name in self}
-        return "\n".join(f"{name:{width}}  {self[name]:{formats[name]}}" for name in self)
+        return "\n".join(f"{name:{width}}  {number:.4g}" for name, number in self.items())
 
 
 class Diagnostics:
@@ -81,13 +78,13 @@ class Diagnostics:
         foreign = None if allowed is None else ~(allowed | self._special)
         groups = {"special": special, "stopword": stopword, "foreign": foreign}
         self._groups = {name: mask for name, mask in groups.items() if mask is not None}
-        self._agree = False  # all ranks, on the size of their vocabularies
         self.reset()
 
     def reset(self) -> None:
         """Reset the state to that of a new object."""
         # By token, [3 V]: activations, texts that have it active, and on top. Then `NUMBERS`.
-        self._sums: Tensor | None = None
+        size = 3 * self.vocab_size + NUMBERS
+        self._sums = torch.zeros(size, dtype=torch.float64, device="cpu")
 
     @torch.no_grad()
     def update(
@@ -136,7 +133,7 @@ class Diagnostics:
         columns = positive.sum(0, dtype=wide), is_active.sum(0, dtype=wide), top
         sums = torch.cat([*columns, torch.stack(by_text).sum(1, dtype=wide)])
         # Out of place: the state may come from inference mode.
-        self._sums = sums if self._sums is None else sums + self._sums
+        self._sums = sums + self._sums.to(sums)
 
     def _recall(self, x: Tensor, ids: Any, mask: Any) -> tuple[Tensor, Tensor]:
         """Return the share of each text's tokens that are active, and whether it has any."""
@@ -150,29 +147,20 @@ class Diagnostics:
     def all_reduce(self) -> Self:
         """Sum the state over all ranks, each of which must call it, once before a ``reset``."""
         if num_ranks() > 1:
-            sums = self._empty().double() if self._sums is None else self._sums
             if torch.distributed.get_backend() == "nccl":  # it cannot send CPU tensors
-                sums = sums.cuda()
-            if not self._agree:  # which waits for the device
-                agree_across_ranks("Diagnostics.all_reduce", True, sums, V=self.vocab_size)
-                self._agree = True
-            self._sums = sum_over_ranks(sums)
+                self._sums = self._sums.cuda()
+            agree_across_ranks("Diagnostics.all_reduce", True, self._sums, V=self.vocab_size)
+            self._sums = sum_over_ranks(self._sums)
         return self
+
+    def _read(self) -> list[Tensor]:
+        sums = self._sums.cpu()
+        return [*sums[:-NUMBERS].view(3, -1), sums[-NUMBERS:]]
 
     def report(self) -> Report:
         """Return the numbers of all batches so far; waits for the device."""
-        return self.report_later().read()
-
-    def report_later(self) -> HostCopy[Report]:
-        """Start copying the numbers to the host; ``.read()`` does not wait some steps later."""
-        return HostCopy(self._empty() if self._sums is None else self._sums, self._report)
-
-    def _empty(self) -> Tensor:
-        return torch.zeros(3 * self.vocab_size + NUMBERS)
-
-    def _report(self, values: Tensor) -> Report:
-        summed, texts, top = values[: 3 * self.vocab_size].view(3, -1)
-        rows, live, active, dead, dense, self_dot, *pairs = values[3 * self.vocab_size :].tolist()
+        summed, texts, top, numbers = self._read()
+        rows, live, active, dead, dense, self_dot, *pairs = numbers.tolist()
         if rows == 0:
             return Report()
         without = 0.0 if dead == rows else math.nan  # no live row: all are dead, or some have a NaN
@@ -212,11 +200,8 @@ class Diagnostics:
 
     def _largest_shares(self, which: int, k: int) -> dict[int, float]:
         check_integer("k", k, minimum=1)
-        if self._sums is None:
-            return {}
-        sums = self._sums.cpu()
-        counts, texts = sums[: 3 * self.vocab_size].view(3, -1)[which], sums[3 * self.vocab_size]
-        share, ids = (counts / texts).sort(descending=True, stable=True)
+        *by_token, numbers = self._read()
+        share, ids = (by_token[which] / numbers[0]).sort(descending=True, stable=True)
         largest = zip(ids[:k].tolist(), share[:k].tolist(), strict=True)
         return {token: part for token, part in largest if part > 0}
 

@@ -1,16 +1,13 @@
 """The weighted sum of many losses over one batch."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_bound, check_shapes
-from sparse_losses._core.loss import shown
+from sparse_losses._core.checks import check_number, check_shapes
 from sparse_losses._core.precision import autocast_off, compute_dtype
-from sparse_losses.distributed import agree_across_ranks, refuse_across_ranks, skip_size_check
+from sparse_losses.distributed import agree_across_ranks, refuse_across_ranks
 from sparse_losses.objective.batch import SpladeBatch, check_batch
 from sparse_losses.objective.terms import Term
 
@@ -32,14 +29,14 @@ class SpladeObjective(nn.Module):
     r"""A weighted sum of losses over one ``SpladeBatch``: $\sum_k \lambda_k \, \ell_k$.
 
     Args:
-        terms: by name the weight $\lambda$, a number or a 0-d tensor, and the term $\ell$, a module
-            or function of the batch that returns a 0-d tensor: ``sparse_losses.objective.terms``
-            has builders. A term of weight 0 is not called.
+        terms: by name the weight $\lambda$ and the term $\ell$, a module or function of the batch
+            that returns a 0-d tensor: ``sparse_losses.objective.terms`` has builders. A term of
+            weight 0 is not called.
         gather: whether the package's terms use the texts of all ranks. A teacher scores this
             rank's own candidates, and ``candidate_mask`` is of all ranks': ``[B, W B + W N]``.
 
-    ``weights`` holds $\lambda$ by name and may be changed between steps; an ``nn.Parameter`` among
-    them is learned. ``terms`` are the modules: ``objective.terms["info_nce"].loss.temperature``.
+    ``weights`` holds $\lambda$ by name and may be changed between steps. ``terms`` are the modules:
+    ``objective.terms["info_nce"].loss.temperature``.
 
     Examples:
         >>> import torch
@@ -59,79 +56,55 @@ class SpladeObjective(nn.Module):
 
     def __init__(
         self,
-        terms: Mapping[str, tuple[float | Tensor, Callable[[SpladeBatch], Tensor]]],
+        terms: Mapping[str, tuple[float, Callable[[SpladeBatch], Tensor]]],
         *,
         gather: bool = False,
     ) -> None:
         super().__init__()
         self.gather, self.terms = gather, nn.ModuleDict()
-        self.weights: dict[str, float | Tensor] = {}
+        self.weights: dict[str, float] = {}
         for name, term in terms.items():
             if not (isinstance(term, (tuple, list)) and len(term) == 2 and callable(term[1])):
                 pair = f"{name!r}: (1.0, term)"
                 raise TypeError(f"expected the pair of a weight and a term, {pair}, got {term!r}")
             self.weights[name], function = term
-            try:
-                self.terms[name] = function if isinstance(function, nn.Module) else Term(function)
-            except (KeyError, TypeError) as error:
-                allowed = "a string without a dot that is no method of a dict"
-                raise ValueError(f"expected the name of a term, {allowed}, got {name!r}") from error
-        learned = {name: w for name, w in self.weights.items() if isinstance(w, nn.Parameter)}
-        self.learned_weights = nn.ParameterDict(learned)  # the same, for an optimiser
+            self.terms[name] = function if isinstance(function, nn.Module) else Term(function)
         self.active()
 
-    def _apply(self, *args: Any, **options: Any) -> Self:
-        super()._apply(*args, **options)  # type: ignore[no-untyped-call]  # PyTorch's own
-        own = {name for name, w in self.weights.items() if isinstance(w, nn.Parameter)}
-        learned = self.learned_weights.items()
-        self.weights.update({name: x for name, x in learned if name in own})  # other objects
-        return self
-
-    def _weight(self, name: str) -> float | Tensor:
-        """Return a weight; one that is learned as the module has it, which may be loaded since."""
-        is_learned = isinstance(self.weights[name], nn.Parameter) and name in self.learned_weights
-        return self.learned_weights[name] if is_learned else self.weights[name]
-
     def active(self) -> list[str]:
-        """Return the names of the terms that are called: their weight is not 0, or a tensor."""
+        """Return the names of the terms that are called: their weight is not 0."""
         for name, weight in self.weights.items():
-            check_bound(f"weights[{name!r}]", weight, "finite, learnable")
-        return [name for name, w in self.weights.items() if isinstance(w, Tensor) or w != 0]
+            check_number(f"weights[{name!r}]", weight)
+        return [name for name, weight in self.weights.items() if weight != 0]
 
     def forward(self, batch: SpladeBatch) -> ObjectiveOutput:
         """Return the weighted sum and the value of every active term."""
         values = self.values(batch)
-        weighted = [self._weight(name) * value for name, value in values.items()]
+        weighted = [self.weights[name] * value for name, value in values.items()]
         if not weighted:  # the sum is 0 and must be part of the graph
             x = batch.anchor.activations
             weighted = [x[:0].sum(dtype=compute_dtype(activations=x))]
-        total = weighted[0]
-        for value in weighted[1:]:
-            total = total + value
+        total = sum(weighted[1:], weighted[0])
         return ObjectiveOutput(total, {name: value.detach() for name, value in values.items()})
 
     def values(self, batch: SpladeBatch) -> dict[str, Tensor]:
         """Return the active terms, without their weights, each with its graph."""
+        call = "SpladeObjective"
         try:
-            active, tensors = self.active(), check_batch(batch)
+            active = self.active()
+            check_batch(batch)
         except (TypeError, ValueError) as error:
             parts = batch if isinstance(batch, tuple) else (batch,)
             leaves = [x for part in parts for x in (part if isinstance(part, tuple) else (part,))]
-            refuse_across_ranks("SpladeObjective", self.gather, leaves, error)
+            refuse_across_ranks(call, self.gather, leaves, error)
             raise
-        is_compared = (
-            self.gather is not False
-            and not torch.compiler.is_compiling()  # a number may be symbolic there
-            and self._agree_across_ranks(active, tensors)
-        )
+        weights = {f"weights[{name!r}]": self.weights[name] for name in active}
+        agree_across_ranks(call, self.gather, batch.anchor.activations, **weights)
         batch = SpladeBatch(*batch[:8], gather=self.gather, memory={})
         # Terms that can use the scores of others come after them.
         late = {n for n in active if getattr(self.terms[n], "uses_scores_of_others", False)}
         values: dict[str, Tensor] = {}
-        with (
-            autocast_off(batch.anchor.activations.device),
-            skip_size_check() if is_compared else nullcontext(),
-        ):
+        with autocast_off(batch.anchor.activations.device):
             for name in sorted(active, key=lambda name: name in late):
                 try:
                     values[name] = value = self.terms[name](batch)
@@ -141,19 +114,6 @@ class SpladeObjective(nn.Module):
                     raise
         return {name: values[name] for name in active}
 
-    def _agree_across_ranks(self, active: Sequence[str], tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether ranks were compared; raise unless all have the same terms and sizes."""
-        values = dict(zip("BV", map(str, tensors["anchor.activations"].shape), strict=True))
-        for name, x in tensors.items():  # the padded length may differ
-            shape = list(x.shape[: -1 if name.endswith(("input_ids", "_mask")) else None])
-            values[f"`{name}`"] = f"{'real' if x.is_floating_point() else 'integer'} {shape}"
-        for name in active:
-            values[f"weights[{name!r}]"] = shown(self.weights[name])
-            values[f"term {name!r}"] = repr(self.terms[name])
-        call = f"SpladeObjective of {', '.join(active)}"
-        return agree_across_ranks(call, self.gather, *tensors.values(), **values)
-
     def extra_repr(self) -> str:
         """Return the weights."""
-        weights = ", ".join(f"{name!r}: {shown(weight)}" for name, weight in self.weights.items())
-        return f"weights={{{weights}}}, gather={self.gather}"
+        return f"weights={self.weights}, gather={self.gather}"

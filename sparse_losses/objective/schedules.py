@@ -100,11 +100,11 @@ class TrainingSchedule:
     ) -> None:
         self.objective, self.curriculum, self.warmups = objective, curriculum, dict(warmups or {})
         self.base, self.steps_taken = dict(objective.weights), 0
-        on = {name for name in objective.active() if not isinstance(self.base[name], Tensor)}
-        if wrong := [*(self.warmups.keys() - on)]:
-            raise ValueError(f"expected warm-ups of terms with a weight, a number, got {wrong}")
+        if wrong := [*(self.warmups.keys() - objective.active())]:
+            raise ValueError(f"expected warm-ups of terms with a weight, got {wrong}")
         phases = curriculum.phases if curriculum else ()
-        self._names = on & {*self.warmups, *(name for phase in phases for name in phase.weights)}
+        named = {*self.warmups, *(name for phase in phases for name in phase.weights)}
+        self._names = named.intersection(objective.active())
         ranking: Any = getattr(objective.terms, "info_nce", None)
         self._ranking = getattr(ranking, "loss", None)
         self._temperature = getattr(self._ranking, "temperature", None)
@@ -113,9 +113,6 @@ class TrainingSchedule:
 
     def step(self) -> None:
         """Take note of an optimiser step and set the weights of the next one."""
-        weights = self.objective.weights
-        if changed := [name for name, was in self._set.items() if weights.get(name) != was]:
-            raise RuntimeError(f"expected only this schedule to set {changed}, got {weights}")
         self.steps_taken += 1
         self._apply()
 
@@ -123,9 +120,6 @@ class TrainingSchedule:
         """Count the optimiser's steps, not those that a ``GradScaler`` skips; see ``.remove()``."""
         # The wrappers of accelerate and Lightning are also called where no step is taken.
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        hooks = getattr(optimizer, "_optimizer_step_post_hooks", {}).values()
-        if any(getattr(hook, "__self__", None) is self for hook in hooks):
-            raise RuntimeError("expected to be attached once, or every step would count twice")
         return optimizer.register_step_post_hook(self._after_step)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -150,8 +144,7 @@ class TrainingSchedule:
         phase = Phase(0) if self.curriculum is None else self.curriculum(step)
         now = {**self.base, **phase.weights}
         factors = {name: warmup(step) for name, warmup in self.warmups.items()}
-        self._set = {name: factors.get(name, 1.0) * now[name] for name in self._names}
-        self.objective.weights.update(self._set)
+        self.objective.weights.update({n: factors.get(n, 1.0) * now[n] for n in self._names})
         if phase != self._phase and self._ranking is not None:
             if not isinstance(self._temperature, Tensor):
                 self._ranking.temperature = phase.temperature or self._temperature

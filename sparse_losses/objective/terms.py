@@ -10,29 +10,42 @@ a module, whose parameters the objective then has::
     objective = SpladeObjective({"info_nce": (1.0, terms.info_nce()), "hinge": (0.5, hinge)})
 """
 
+import inspect
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_choice, check_number, values_can_be_checked
+from sparse_losses._core.checks import check_choice, check_number
 from sparse_losses._core.entries import with_values
 from sparse_losses._core.token_ids import TokenIds, as_mask, attended_ids, check_ids
 from sparse_losses.losses.distillation import DistillationLoss
 from sparse_losses.losses.flops import FlopsLoss
-from sparse_losses.losses.info_nce import InfoNCELoss, info_nce_from_scores
+from sparse_losses.losses.info_nce import InfoNCELoss, info_nce_from_scores, info_nce_loss
 from sparse_losses.losses.margin_mse import MarginMSELoss
 from sparse_losses.losses.min_activation import MinActivationLoss
 from sparse_losses.losses.positive_activation import PositiveActivationLoss
 from sparse_losses.losses.ranknet import RankNetLoss
 from sparse_losses.losses.self_reconstruction import SelfReconstructionLoss
 from sparse_losses.losses.triplet_margin import TripletMarginLoss
-from sparse_losses.objective.batch import Similarity, SpladeBatch, Texts, need
-from sparse_losses.objective.scores import candidate_mask, own_candidates, taught, told_scores
+from sparse_losses.objective.batch import (
+    Similarity,
+    SpladeBatch,
+    Texts,
+    candidate_mask,
+    form_of_teacher,
+    need,
+    own_candidates,
+    score,
+)
 
 Side = Literal["query", "document"]  # anchors, or positives and negatives
 Loss: TypeAlias = nn.Module | None  # None is the package's loss with its defaults
+# Settings that InfoNCE of scores takes over. Not `gather`: it exchanges no candidates there.
+FROM_SCORES = inspect.signature(info_nce_from_scores).parameters.keys() - {"gather"}
+DEFAULTS = {name: p.default for name, p in inspect.signature(info_nce_loss).parameters.items()}
 
 
 class Term(nn.Module):
@@ -45,14 +58,12 @@ class Term(nn.Module):
         super().__init__()
         if not isinstance(loss := settings.get("loss", self), nn.Module):
             raise TypeError(f"expected a loss, a module that returns one number, got {loss!r}")
-        check_choice("side", settings.get("side", "query"), ("query", "document"))
+        check_choice("side", settings.get("side", "query"), get_args(Side))
         self.function, self.settings = function, (*settings,)
         self.uses_scores_of_others = function is _info_nce
         for name, value in settings.items():
             if name.endswith("_ids"):
                 ids = torch.as_tensor(check_ids(name, value), dtype=torch.int64, device="cpu")
-                if values_can_be_checked(ids) and (ids < 0).any():
-                    raise ValueError(f"expected `{name}` >= 0, got {ids.min().item()}")
                 self.register_buffer(name, ids, persistent=False)
             else:
                 setattr(self, name, value)
@@ -60,12 +71,6 @@ class Term(nn.Module):
     def forward(self, batch: SpladeBatch) -> Tensor:
         """Return the function's value."""
         return self.function(batch, **{name: getattr(self, name) for name in self.settings})
-
-    def extra_repr(self) -> str:
-        """Return the numbers and choices as ``name=value``."""
-        values = {name: getattr(self, name) for name in self.settings}
-        plain = {name: x for name, x in values.items() if isinstance(x, int | float | str | None)}
-        return ", ".join(f"{name}={x!r}" for name, x in plain.items())
 
 
 def _call(loss: Any, batch: SpladeBatch, *tensors: Any, **masks: Tensor | None) -> Tensor:
@@ -94,15 +99,38 @@ def info_nce(loss: Loss = None, *, stopword_ids: TokenIds = ()) -> Term:
 
 
 def _info_nce(batch: SpladeBatch, loss: Any, stopword_ids: Tensor) -> Tensor:
-    if len(stopword_ids) == 0 and (told := told_scores(loss, batch)) is not None:
+    if len(stopword_ids) == 0 and (told := _told_scores(loss, batch)) is not None:
         return info_nce_from_scores(**told)
     vectors = [None if x is None else _hide(stopword_ids, x.activations) for x in batch[:3]]
     mask = batch.candidate_mask
     if mask is not None and not getattr(loss, "in_batch", True):  # the own positive, the negatives
         whole: Any = candidate_mask(batch)
         mask = torch.cat([whole.diagonal()[:, None], whole[:, len(whole) :]], 1)
-    masks = {"positive_ids": batch.positive_ids, "candidate_mask": mask}
-    return _call(loss, batch, *vectors, **masks)
+    return _call(loss, batch, *vectors, positive_ids=batch.positive_ids, candidate_mask=mask)
+
+
+def _told_scores(loss: nn.Module, batch: SpladeBatch) -> dict[str, Any] | None:
+    """Return the arguments with which ``info_nce_from_scores`` equals a loss on vectors.
+
+    Return None if no term has computed the scores, if the loss has hooks, or if a hyperparameter
+    that scores cannot express is not at its default.
+    """
+    if type(loss) is not InfoNCELoss or loss._forward_hooks or loss._forward_pre_hooks:
+        return None
+    settings = loss.hyperparameters()
+    similarity = settings.pop("similarity")
+    if batch.gather or similarity not in (batch.memory or {}):
+        return None
+    told = {name: settings.pop(name) for name in FROM_SCORES & settings.keys()}
+    # A tensor never counts as a default, nor does an option that InfoNCE itself lacks.
+    if any(isinstance(x, Tensor) or x != DEFAULTS.get(name, loss) for name, x in settings.items()):
+        return None
+    scores, ids, mask = batch.scores(similarity), batch.positive_ids, candidate_mask(batch)
+    own = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
+    if ids is not None:
+        others = nnf.pad(ids[:, None] != ids, (0, scores.shape[1] - len(ids)), value=True) | own
+        mask = others if mask is None else others & mask
+    return {"scores": scores, "positive_mask": own, "candidate_mask": mask, **told}
 
 
 def triplet_margin(loss: Loss = None) -> Term:
@@ -112,10 +140,10 @@ def triplet_margin(loss: Loss = None) -> Term:
 
 def _triplet_margin(batch: SpladeBatch, loss: Any) -> Tensor:
     negative, mask = need(batch, "negative").activations, candidate_mask(batch)
+    negative = negative[:, None] if negative.ndim == 2 else negative
     if mask is not None:
         own = own_candidates(mask, batch)
         mask = own[:, :1] & own[:, 1:]  # no margin without the positive
-        negative = negative[:, None] if negative.ndim == 2 else negative
     vectors = batch.anchor.activations, batch.positive.activations, negative
     return _call(loss, batch, *vectors, candidate_mask=mask)
 
@@ -133,41 +161,52 @@ def distillation(
     ``teacher_scale`` is by default ``score_scale``.
     """
     settings: Any = {"score_scale": score_scale, "teacher_scale": teacher_scale}
-    return Term(_taught, loss=loss or DistillationLoss(), similarity=similarity, **settings)
+    settings |= {"similarity": similarity, "of": "candidates"}
+    return Term(_distillation, loss=loss or DistillationLoss(), **settings)
 
 
 def context_distillation(loss: Loss = None, **options: Any) -> Term:
     """Distillation of the anchors' scores with one another; the options are ``distillation``'s."""
     term = distillation(loss, **options)
-    term.function = _context
+    term.of = "anchors"
     return term
 
 
-def ranknet(
-    loss: Loss = None, *, score_scale: float = 1.0, similarity: Similarity = "cosine"
-) -> Term:
-    """RankNet of ``score_scale`` times the scores for the order of the teacher's."""
-    scales = {"score_scale": score_scale, "teacher_scale": 1.0}
-    return distillation(loss or RankNetLoss(), similarity=similarity, **scales)
+def ranknet(loss: Loss = None, *, similarity: Similarity = "cosine") -> Term:
+    """RankNet of the scores for the order of the teacher's."""
+    return distillation(loss or RankNetLoss(), similarity=similarity)
 
 
-def _context(batch: SpladeBatch, **settings: Any) -> Tensor:
-    return _taught(batch, **settings, of="anchors")
-
-
-def _taught(
-    batch: SpladeBatch,
-    loss: Any,
-    score_scale: float,
-    teacher_scale: Any,
-    similarity: Any,
-    of: str = "candidates",
+def _distillation(
+    batch: SpladeBatch, loss: Any, score_scale: float, teacher_scale: Any, similarity: Any, of: str
 ) -> Tensor:
     teacher_scale = score_scale if teacher_scale is None else teacher_scale
     check_number("score_scale", score_scale, minimum=0.0, exclusive=True)
     check_number("teacher_scale", teacher_scale, minimum=0.0, exclusive=True)
-    student, teacher = taught(batch, similarity, of)
-    return _call(loss, batch, score_scale * student, teacher_scale * teacher.to(student.dtype))
+    student, teacher = _taught(batch, similarity, of)
+    return _call(loss, batch, score_scale * student, teacher_scale * teacher)
+
+
+def _taught(batch: SpladeBatch, similarity: Similarity, of: str) -> tuple[Tensor, Tensor]:
+    """Return scores ``[B, C]`` and a teacher's, which are ``-inf`` for what is left out.
+
+    They are of the ``"candidates"`` that it scored, of the positive and the anchor's ``"own"``
+    negatives, or of all ``"anchors"``.
+    """
+    if of == "anchors":
+        student = score(batch.anchor.activations, similarity=similarity)
+        return student, need(batch, "teacher_anchor_scores").to(student.dtype)
+    scores, mask = batch.scores(similarity), candidate_mask(batch)
+    teacher = need(batch, "teacher_scores").to(scores.dtype)
+    form = form_of_teacher(batch)
+
+    def select(x: Tensor) -> Tensor:
+        return own_candidates(x, batch) if "own" in (of, form) else x[:, : teacher.shape[1]]
+
+    student, its_scores = select(scores), select(teacher) if form == "all" else teacher
+    if mask is not None:
+        its_scores = its_scores.masked_fill(~select(mask), -torch.inf)
+    return student, its_scores
 
 
 def margin_mse(loss: Loss = None, *, similarity: Similarity = "cosine") -> Term:
@@ -176,7 +215,7 @@ def margin_mse(loss: Loss = None, *, similarity: Similarity = "cosine") -> Term:
 
 
 def _margin_mse(batch: SpladeBatch, loss: Any, similarity: Similarity) -> Tensor:
-    pair = taught(batch, similarity, "own")
+    pair = _taught(batch, similarity, "own")
     return _call(loss, batch, *(x for scores in pair for x in (scores[:, 0], scores[:, 1:])))
 
 
@@ -187,7 +226,7 @@ def flops(side: Side, loss: Loss = None, *, stopword_ids: TokenIds = ()) -> Term
 
 def language_penalty(side: Side, loss: nn.Module) -> Term:
     """The language penalty of one side; the loss has your allowed tokens."""
-    return Term(_activations, side=side, loss=loss, stopword_ids=())
+    return flops(side, loss)
 
 
 def _activations(batch: SpladeBatch, side: Side, loss: Any, stopword_ids: Tensor) -> Tensor:
@@ -210,10 +249,9 @@ def _min_activation(batch: SpladeBatch, side: Side, loss: Any, special_token_ids
     return _call(loss, batch, _signed(texts), own)
 
 
-def self_reconstruction(side: Side, loss: Loss = None, *, special_token_ids: TokenIds = ()) -> Term:
-    """Self-reconstruction of one side; the default loss ignores special tokens."""
-    made = loss or SelfReconstructionLoss(ignore_token_ids=special_token_ids)
-    return Term(_self_reconstruction, side=side, loss=made)
+def self_reconstruction(side: Side, loss: Loss = None) -> Term:
+    """Self-reconstruction of one side; ``ignore_token_ids`` of the loss are the special tokens."""
+    return Term(_self_reconstruction, side=side, loss=loss or SelfReconstructionLoss())
 
 
 def _self_reconstruction(batch: SpladeBatch, side: Side, loss: Any) -> Tensor:
@@ -221,10 +259,9 @@ def _self_reconstruction(batch: SpladeBatch, side: Side, loss: Any) -> Tensor:
     return _call(loss, batch, _signed(texts), *_tokens(texts, side))
 
 
-def positive_activation(side: Side, loss: Loss = None, *, special_token_ids: TokenIds = ()) -> Term:
-    """A side's activations of its partner's tokens; the default loss ignores special tokens."""
-    made = loss or PositiveActivationLoss(ignore_token_ids=special_token_ids)
-    return Term(_positive_activation, side=side, loss=made)
+def positive_activation(side: Side, loss: Loss = None) -> Term:
+    """A side's activations of its partner's tokens; ``ignore_token_ids`` as above."""
+    return Term(_positive_activation, side=side, loss=loss or PositiveActivationLoss())
 
 
 def _positive_activation(batch: SpladeBatch, side: Side, loss: Any) -> Tensor:

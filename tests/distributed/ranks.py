@@ -5,21 +5,22 @@ them, and the next call starts others.
 """
 
 import atexit
+import importlib
 import os
 import pickle
 import socket
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-from tests.distributed.recipe import leave
 
 TIMEOUT = timedelta(seconds=60)  # of a rank that waits for another
 
@@ -122,3 +123,24 @@ def _as_torchrun_would(
         dist.barrier()
         dist.destroy_process_group()
     leave()
+
+
+def leave() -> NoReturn:
+    """End a process that has done its work, without the interpreter's own end.
+
+    A thread of gloo may still hold the last tensor that was sent. Where it lets go of it while the
+    interpreter ends, it asks for the interpreter's lock, is unwound through C++ that allows no
+    exception, and aborts the process: "terminate called without an active exception". That is
+    PyTorch's, at least to 2.13, `destroy_process_group` or not (its issue 190489).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def example(name: str = "train_with_ddp") -> Any:
+    """The module of an example."""
+    folder = str(Path(__file__).resolve().parents[2] / "examples")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)

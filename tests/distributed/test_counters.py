@@ -64,19 +64,6 @@ def test_ranks_count_as_one_process(name):
     assert run_ranks(WORLD, windows, name) == [expected] * WORLD
 
 
-def other_vocabularies(rank):
-    for options in (
-        {"vocab_size": V + rank},
-        {"vocab_size": V, "tokenizer_sha256": f"rank {rank}"},
-    ):
-        with pytest.raises(ValueError, match=[*options][-1]):
-            DocumentFrequency(**options).all_reduce()
-
-
-def test_counts_of_other_vocabularies_are_refused():
-    run_ranks(WORLD, other_vocabularies)
-
-
 SIZE, DIM, LABELS, ROWS = 10, 3, 4, 2
 
 

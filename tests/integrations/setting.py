@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 import sparse_losses as sl
 from sparse_losses.objective import terms
-from tests.distributed.recipe import example
+from tests.distributed.ranks import example
 from tests.representation.tiny_models import masked_lm
 
 RATE, VOCAB_SIZE = 0.03, 120

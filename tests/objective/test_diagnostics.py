@@ -107,8 +107,6 @@ def test_numbers_without_inputs_are_not_in_the_report():
     assert not {name for name in diagnostics.report() if "share" in name or "recall" in name}
     diagnostics.reset()
     assert diagnostics.report() == {}
-    with pytest.raises(ValueError, match="expected `k` to be an integer >= 1, got 0"):
-        diagnostics.top_tokens(0)
     with pytest.raises(ValueError, match=rf"\[3, {V}\], got \[3, 5\]"):
         diagnostics.update(torch.rand(3, 5))
 
@@ -118,7 +116,7 @@ def test_the_report_says_in_which_mode_the_texts_were_encoded():
     for rows, training in ((3, True), (1, False), (5, None)):
         diagnostics.update(torch.ones(rows, 4), training=training)
     assert diagnostics.report()["training_mode"] == 3 / 4
-    assert "training_mode      75.0%" in str(diagnostics.report())
+    assert "training_mode      0.75\n" in f"{diagnostics.report()}\n"
 
 
 def test_silent_texts_have_a_report_too():

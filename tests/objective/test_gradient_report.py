@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -41,13 +43,11 @@ def test_the_gradient_report_agrees_with_autograd(logits):
         gradients[name] = torch.cat(
             [(torch.zeros_like(x) if x.grad is None else x.grad).flatten() for x in leaves]
         ).double()
-    assert set(report.norms) == set(weights)
-    for name, gradient in gradients.items():
-        assert report.norms[name] == pytest.approx(gradient.norm().item(), rel=1e-6)
-    for (a, b), cosine in report.cosines.items():
-        expected = torch.nn.functional.cosine_similarity(gradients[a], gradients[b], dim=0)
-        assert cosine == pytest.approx(expected.item(), abs=1e-6)
-    assert len(report.cosines) == len(weights) * (len(weights) - 1) / 2
+    expected = {f"norm/{name}": gradient.norm().item() for name, gradient in gradients.items()}
+    for a, b in itertools.combinations(weights, 2):
+        cosine = torch.nn.functional.cosine_similarity(gradients[a], gradients[b], dim=0)
+        expected[f"cosine/{a}/{b}"] = cosine.item()
+    assert report == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 def test_the_gradient_report_leaves_the_run_alone():
@@ -59,17 +59,14 @@ def test_the_gradient_report_leaves_the_run_alone():
     encoder.register_full_backward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
         report = gradient_report(made, batch)
-    assert report.norms["info_nce"] > 0
+    assert report["norm/info_nce"] > 0
     assert calls == []
     assert encoder.weight.grad is None
-    names = {"norm/info_nce", "norm/query_flops", "cosine/info_nce/query_flops"}
-    assert set(report.as_dict()) == names
-    assert "query_flops" in str(report)
 
 
 def test_a_term_at_rest_has_no_gradient_and_no_cosine():
     losses = {"min_activation": MinActivationLoss(threshold=0.0)}
     made = objective({"info_nce": 1.0, "query_min_activation": 1.0}, losses)
     report = gradient_report(made, _batch())
-    assert report.norms["query_min_activation"] == 0.0
-    assert report.cosines["info_nce", "query_min_activation"] == 0.0
+    assert report["norm/query_min_activation"] == 0.0
+    assert report["cosine/info_nce/query_min_activation"] == 0.0

@@ -1,6 +1,7 @@
 import copy
 import math
 import pickle
+from inspect import isfunction
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import sparse_losses as sl
 import sparse_losses.functional as F
 from sparse_losses import SpladeBatch, SpladeObjective, Texts
 from sparse_losses.objective import terms
+from tests.cases import LOSSES
 from tests.objective import making
 from tests.objective.making import B, N, V, alone, batch, cosines, margins, objective
 
@@ -34,6 +36,21 @@ def test_the_total_is_the_weighted_sum_of_the_terms(negative):
     assert [*values] == [*weights]
     assert not any(value.requires_grad for value in values.values())
     torch.testing.assert_close(total, sum(weights[n] * v for n, v in expected.items()))
+
+
+# `terms.flops` takes IDF-FLOPS; the others need what a batch lacks, or are the user's own term.
+WITHOUT_BUILDER = {"IdfFlopsLoss", "InfoNCEFromScoresLoss", "MaskedLogitMSELoss"}
+WITHOUT_BUILDER |= {"NPairLoss", "NWSLoss", "PairwiseContrastiveLoss"}
+
+
+def test_every_loss_has_a_builder_that_the_tests_call_or_is_named_here():
+    """A new loss needs a builder in ``objective/terms.py`` and a call in ``making.py``."""
+    made = {getattr(make, "func", make).__name__ for make, _ in making.CALLS.values()}
+    assert made.isdisjoint(WITHOUT_BUILDER)
+    assert made | WITHOUT_BUILDER == {loss.module for loss in LOSSES.values()}
+    own = [x for x in vars(terms).values() if isfunction(x) and x.__module__ == terms.__name__]
+    kinds = {name.removeprefix("query_").removeprefix("document_") for name in making.CALLS}
+    assert {x.__name__ for x in own if x.__name__[0] != "_"} == kinds
 
 
 class Learned(torch.nn.Module):
@@ -68,12 +85,9 @@ def test_modules_of_terms_are_part_of_the_objective():
     assert set(made.state_dict()) == names
     assert [*made.parameters()] == [temperature]
     assert made.to("meta").terms["query_flops"].stopword_ids.is_meta
-    copied = copy.deepcopy(objective({"info_nce": 1.0, "query_flops": 2.0}))
-    again = pickle.loads(pickle.dumps(copied))
-    b = batch()
-    assert torch.equal(copied(b).total, again(b).total)
-    copied.terms["info_nce"].loss.temperature = 5.0
-    assert not torch.equal(copied(b).total, again(b).total)
+    b, made = batch(), objective({"info_nce": 1.0, "query_flops": 2.0})
+    again = pickle.loads(pickle.dumps(copy.deepcopy(made)))
+    assert torch.equal(again(b).total, made(b).total)
 
 
 def test_a_zero_weight_is_not_called():
@@ -82,10 +96,9 @@ def test_a_zero_weight_is_not_called():
 
     made = SpladeObjective({"info_nce": (1.0, terms.info_nce()), "poison": (0, poison)})
     assert set(made(batch()).terms) == {"info_nce"}
-    for weight in (1.0, torch.zeros(())):  # reading a tensor would wait
-        made.weights["poison"] = weight
-        with pytest.raises(AssertionError, match="was called"):
-            made(batch())
+    made.weights["poison"] = 1.0
+    with pytest.raises(AssertionError, match="was called"):
+        made(batch())
 
 
 def test_without_terms_the_total_is_0_with_a_graph():
@@ -94,25 +107,6 @@ def test_without_terms_the_total_is_0_with_a_graph():
     total.backward()
     assert (total, values) == (0, {})
     assert not b.anchor.activations.grad.any()
-
-
-def test_a_learned_weight_is_the_one_that_is_loaded_or_given():
-    def weighted(number):
-        weight = torch.nn.Parameter(torch.tensor(number))
-        return SpladeObjective({"query_flops": (weight, terms.flops("query"))})
-
-    made, b = weighted(2.0), batch()
-    expected = weighted(5.0)(b).total
-    given = {name: x.detach() * 2.5 for name, x in made.named_parameters()}
-    torch.testing.assert_close(torch.func.functional_call(made, given, (b,)).total, expected)
-    made.load_state_dict(weighted(5.0).state_dict(), assign=True)
-    total = made(b).total
-    total.backward()
-    torch.testing.assert_close(total, expected)
-    grad = made.learned_weights["query_flops"].grad
-    torch.testing.assert_close(grad, expected.detach() / 5, check_dtype=False)
-    made.weights["query_flops"] = 0.0  # off
-    assert made.to("cpu")(b).terms == {}
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
@@ -150,21 +144,6 @@ def test_a_mask_of_the_batch_serves_a_loss_without_in_batch_negatives():
     torch.testing.assert_close(made(b._replace(candidate_mask=mask)).total, expected)
 
 
-def test_a_weight_may_be_learned():
-    weight = torch.nn.Parameter(torch.tensor(2.0))
-    made = objective({"query_flops": weight, "info_nce": torch.tensor(0.5)})
-    total, values = made(batch())
-    total.backward()
-    torch.testing.assert_close(weight.grad, values["query_flops"].float())
-    assert [*made.parameters()] == [made.learned_weights["query_flops"]] == [weight]
-    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made)), made.to("meta")):
-        assert other.weights["query_flops"] is other.learned_weights["query_flops"]
-
-
-# ------------------------------------------------------------------------------------------------
-# Teachers
-
-
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
 @pytest.mark.parametrize("teacher_scale", [None, 0.5])
 def test_distillation_compares_scaled_scores(similarity, teacher_scale):
@@ -180,7 +159,7 @@ def test_distillation_compares_scaled_scores(similarity, teacher_scale):
         "context_distillation": F.distillation_loss(
             20 * score(x, x), to_teacher * b.teacher_anchor_scores
         ),
-        "ranknet": F.ranknet_loss(20 * score(x, y), b.teacher_scores),
+        "ranknet": F.ranknet_loss(score(x, y), b.teacher_scores),
     }
     torch.testing.assert_close(values, expected)
 
@@ -196,7 +175,7 @@ def test_a_teacher_may_score_each_anchors_own_candidates(negative):
     gaps = (student[:, :1] - student[:, 1:]) - (teacher[:, :1] - teacher[:, 1:])
     expected = {
         "distillation": F.distillation_loss(3 * student, 3 * teacher),
-        "ranknet": F.ranknet_loss(3 * student, teacher),
+        "ranknet": F.ranknet_loss(student, teacher),
         "margin_mse": gaps.square().mean(),
     }
     torch.testing.assert_close(values, expected)
@@ -207,7 +186,7 @@ def test_a_teacher_may_score_the_positives_alone_beside_negatives():
     b = batch("own")._replace(teacher_scores=teacher)
     expected = F.distillation_loss(cosines(b.anchor[0], b.positive[0]), teacher)
     torch.testing.assert_close(objective({"distillation": 1.0})(b).total, expected)
-    with pytest.raises(ValueError, match=r"'margin_mse': expected .*\(all\) or \[5, 4\] \(own\),"):
+    with pytest.raises(ValueError, match=r"'margin_mse': expected `teacher_negative` .*\[5, 4\]"):
         objective({"margin_mse": 1.0})(b)
 
 
@@ -226,10 +205,6 @@ def test_teacher_candidates_decide_between_batch_and_own():
         made(b)
 
 
-# ------------------------------------------------------------------------------------------------
-# What terms see of a batch
-
-
 def test_logits_reach_self_reconstruction_and_min_activation_alone():
     b = batch(logits=True)
     names = ("query_self_reconstruction", "query_min_activation", "query_flops")
@@ -241,15 +216,12 @@ def test_logits_reach_self_reconstruction_and_min_activation_alone():
 
 
 @pytest.mark.parametrize("negative", [None, "shared", "own"])
-def test_stopwords_are_hidden_from_info_nce_and_flops_alone(negative):
+def test_stopwords_are_hidden_from_info_nce_and_flops(negative):
     b, stopwords = batch(negative), [3, 7, 11]
-    weights = dict.fromkeys(making.terms_of(b), 1.0)
-    shown = objective(weights)(b).terms
-    hidden = objective(weights, stopword_ids=stopwords)(b).terms
-    changed = {name for name in shown if not torch.equal(shown[name], hidden[name])}
-    assert changed == {"info_nce", "query_flops", "document_flops"}
+    names = ("info_nce", "query_flops", "document_flops")
+    hidden = objective(dict.fromkeys(names, 1.0), stopword_ids=stopwords)(b).terms
     seen = torch.ones(V, dtype=torch.float64).index_fill(0, torch.tensor(stopwords), 0.0)
-    for name in changed:
+    for name in names:
         expected = alone(name, change(b, lambda x: x * seen))
         torch.testing.assert_close(hidden[name], expected)
 
@@ -259,9 +231,11 @@ def test_special_tokens_do_not_count_as_a_texts_own():
     b.anchor.input_ids[:, 0], b.anchor.input_ids[:, 4] = 0, 1
     names = ("query_min_activation", "query_self_reconstruction", "document_positive_activation")
     losses = {"min_activation": sl.MinActivationLoss(threshold=5.0)}
+    options = {"ignore_token_ids": [0, 1]}
+    losses["self_reconstruction"] = sl.SelfReconstructionLoss(**options)
+    losses["positive_activation"] = sl.PositiveActivationLoss(**options)
     made = objective(dict.fromkeys(names, 1.0), losses, special_token_ids=[0, 1])
     x, ids, mask, _ = b.anchor
-    options = {"ignore_token_ids": [0, 1]}
     expected = (
         F.min_activation_loss(x, ((ids > 1) & mask.bool()).sum(1), threshold=5.0),
         F.self_reconstruction_loss(x, ids, mask, **options),
@@ -297,11 +271,8 @@ def test_candidates_that_are_left_out_are_left_out_of_every_term_on_scores(negat
     assert all(value != without[name] for name, value in values.items())
 
 
-def test_sparse_vectors_reach_info_nce_and_are_refused_by_name_elsewhere():
-    b = change(batch(), lambda x: x.to_sparse_csr())._replace(positive_ids=None)
-    value = objective({"info_nce": 1.0})(b).total
-    dense = [side.activations.to_dense() for side in b[:2]]
-    torch.testing.assert_close(value, F.info_nce_loss(*dense))
+def test_sparse_vectors_are_refused_by_name_where_only_dense_ones_are_taken():
+    b = change(batch(), lambda x: x.to_sparse_csr())
     with pytest.raises(TypeError, match=r"'distillation': .*dense, got torch.sparse_csr"):
         objective({"distillation": 1.0})(b)
 
@@ -321,13 +292,10 @@ TWO_SIDES = ONE_NEGATIVE | {"teacher_candidates": "batch"}
     ("term", "negative", "change", "message"),
     [
         ("distillation", None, {"teacher_scores": None}, "`batch.teacher_scores`, got None"),
-        ("context_distillation", None, {"teacher_anchor_scores": None}, "_scores`, got None"),
         ("triplet_margin", None, {}, "the term 'triplet_margin'.*`batch.negative`, got None"),
         ("query_self_reconstruction", None, {"anchor": BARE}, "`query.input_ids`, got None"),
         ("document_self_reconstruction", "one", {"positive": BARE}, "`input_ids` of both texts"),
         ("query_positive_activation", None, {"positive": BARE}, "`document.input_ids`, got None"),
-        ("document_positive_activation", None, {"anchor": BARE}, "`query.input_ids`, got None"),
-        ("document_min_activation", "one", {"negative": BARE}, "`input_ids` of both texts"),
         ("distillation", "own", {"positive": Texts(torch.rand(B + 1, V))}, "`positive.activations"),
         ("distillation", "own", {"negative": Texts(torch.rand(1, N, V))}, "`negative.activations"),
         ("query_min_activation", "own", {"anchor": SHORT_MASK}, "`anchor.attention_mask`"),
@@ -351,12 +319,14 @@ def test_a_batch_that_does_not_fit_is_an_error(term, negative, change, message):
         made = objective({term: 1.0, **more} if term == "info_nce" else {term: 1.0})
         with pytest.raises((ValueError, TypeError), match=message):
             made(batch(negative)._replace(**change))
+        with pytest.raises(TypeError, match=r"to be a SpladeBatch\(Texts\(activations, .*Tensor"):
+            made(RAW)
 
 
 @pytest.mark.parametrize(
     ("pair", "message"),
     [
-        ((torch.ones(3), len), r"weights\['x'\]` to be a number or a 0-d tensor, .*\[3\]"),
+        ((torch.ones(()), len), r"weights\['x'\]` to be a number, got Tensor"),
         ((math.nan, len), r"weights\['x'\]` to be"),
         ((1.0, lambda b: b.anchor[0].sum(1)), r"the term 'x': expected .* shape \[\], got \[5\]"),
         ((1.0, lambda b: 3), "the term 'x': expected .* torch.Tensor, got int"),
@@ -364,7 +334,6 @@ def test_a_batch_that_does_not_fit_is_an_error(term, negative, change, message):
         ((1.0, 3), "pair of a weight and a term"),
         (lambda: terms.flops("both"), "`side` to be one of"),
         (lambda: (1.0, terms.distillation(score_scale=0.0)), "the term 'x': .*`score_scale`"),
-        (lambda: (1.0, terms.ranknet(similarity="cos")), "the term 'x': .*`similarity`"),
         (lambda: terms.info_nce(sl.InfoNCELoss), "a module that returns one number"),
         (lambda: terms.flops("query", stopword_ids=["a"]), "to be integers, got 'a'"),
     ],
@@ -374,22 +343,8 @@ def test_wrong_terms_are_errors(pair, message):
         SpladeObjective({"x": pair if isinstance(pair, tuple | terms.Term) else pair()})(batch())
 
 
-@pytest.mark.parametrize("name", ["a.b", "keys", "", 3])
-def test_a_name_that_a_module_cannot_hold_is_an_error(name):
-    with pytest.raises(ValueError, match=f"a string without a dot .*, got {name!r}"):
-        SpladeObjective({name: (1.0, len)})
-
-
-def test_a_raw_tensor_is_an_error_that_names_the_texts():
-    with pytest.raises(TypeError, match=r"to be a SpladeBatch\(Texts\(activations, .*Tensor"):
-        objective({"info_nce": 1.0})(RAW)
-
-
 def test_ids_that_are_no_token_of_the_vocabulary_are_refused():
-    with pytest.raises(ValueError, match="`stopword_ids` >= 0, got -1"):
-        terms.flops("query", stopword_ids=[3, -1])
-    made = SpladeObjective({"x": (1.0, terms.flops("query", stopword_ids=torch.tensor([3, V])))})
-    with pytest.raises(
-        ValueError, match=f"the term 'x': .*stopword_ids. in .0, V. with V = {V}, got {V}"
-    ):
-        made(batch())
+    for wrong in (-1, V):
+        term = terms.flops("query", stopword_ids=torch.tensor([3, wrong]))
+        with pytest.raises(ValueError, match=f"stopword_ids. in .0, V. with V = {V}, got {wrong}"):
+            SpladeObjective({"x": (1.0, term)})(batch())

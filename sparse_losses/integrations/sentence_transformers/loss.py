@@ -43,7 +43,6 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
             function of queries and documents, dicts of ``input_ids``, ``attention_mask`` and, after
             ``keep_texts(trainer)``, ``texts``, that returns their scores ``[Q, D]``. It scores all
             candidates of a batch in the place of ``labels``, and is not trained.
-        score_anchors: whether it also scores the anchors, for the term ``context_distillation``.
         prototype: prototypes ``[L, F]`` of NWS; an ``nn.Parameter`` is learned.
         mini_batch_size: number of texts embedded at a time, twice, with the graph of one mini-batch
             only (gradient caching); the gradient is that of the whole batch. Default: all.
@@ -69,7 +68,6 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         *,
         labels_are_ids: bool = False,
         teacher: Any = None,
-        score_anchors: bool = False,
         prototype: Tensor | None = None,
         mini_batch_size: int | None = None,
     ) -> None:
@@ -79,13 +77,13 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         if self._kind is None or getattr(loss, "reduction", "mean") == "none":
             known = ", ".join(kind.__name__ for kind in LOSSES)
             raise TypeError(f"expected {known}, of one number, got {loss!r}")
-        used, options = LOSSES[self._kind][2:], dict[str, Any](labels_are_ids=labels_are_ids)
-        options |= {"teacher": teacher, "score_anchors": score_anchors, "prototype": prototype}
-        received = [option for option, x in options.items() if x is not None and x is not False]
+        used, given = LOSSES[self._kind][2:], {"teacher": teacher, "prototype": prototype}
+        received = [option for option, x in given.items() if x is not None]
+        received += ["labels_are_ids"] if labels_are_ids else []
         if {*received} - {*used} or ("prototype" in used and prototype is None):
             raise ValueError(f"expected options of {name} ({used}), got {received}")
         self.model = model  # the trainer replaces it by the compiled or distributed model
-        self.loss, self.labels_are_ids, self.score_anchors = loss, labels_are_ids, score_anchors
+        self.loss, self.labels_are_ids = loss, labels_are_ids
         self.mini_batch_size, self.uses_gradient_cache = mini_batch_size, bool(mini_batch_size)
         objective: Any = loss
         if self._kind in TERMS:
@@ -159,7 +157,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the loss and its options for the model card."""
-        names = ("loss", "labels_are_ids", "score_anchors", "mini_batch_size")
+        names = ("loss", "labels_are_ids", "mini_batch_size")
         options = {name: repr(getattr(self, name)) for name in names if getattr(self, name)}
         return options | ({} if self.teacher is None else {"teacher": type(self.teacher).__name__})
 
@@ -196,10 +194,9 @@ def _rows(texts: Sequence[sl.Texts]) -> Tensor | None:
 
 def _of_batch(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Tensor | None) -> Any:
     """Compute the objective of a batch."""
-    (anchor, positive, *others), kind, gather = texts, own._kind, own._objective.gather
-    size, count, fields = len(anchor.activations), 1 + len(others), dict[str, Any]()
+    anchor, positive, *others = texts
     # An anchor has the negatives of all rows, or its own.
-    shares = own.loss.in_batch if kind is sl.InfoNCELoss else count == 2
+    shares = own.loss.in_batch if own._kind is sl.InfoNCELoss else len(others) == 1
     negative = reduce(sl.Texts.join, others) if others else None
     if negative is not None and not shares:
         if negative.activations.layout != torch.strided:
@@ -207,39 +204,46 @@ def _of_batch(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Tens
             raise ValueError(f"{own._name} expected {expected}, got {len(others)} of each anchor")
         parts = [None if x is None else torch.stack(x.chunk(len(others)), 1) for x in negative]
         negative = sl.Texts(*parts)  # type: ignore[arg-type]  # the first is never None
-    margins = [[size, len(others)], *([[size]] if count == 2 else [])]
-    if kind is sl.MarginMSELoss and labels is not None and [*labels.shape] in margins:
+    batch = sl.SpladeBatch(anchor, positive, negative)
+    known = _of_teacher(own, batch) if own.teacher is not None else {}
+    known |= _of_labels(own, labels, len(anchor.activations), len(others), shares)
+    return own._objective(batch._replace(**known)).total
+
+
+def _of_labels(own: Any, labels: Any, size: int, count: int, shares: bool) -> dict[str, Any]:
+    """Return what the labels are in a batch: ids of the documents, or a teacher's scores."""
+    if not own.labels_are_ids and own._kind not in DISTILLED:
+        if labels is None or own.teacher is not None:
+            return {}
+        if own._kind is not sl.SpladeObjective:
+            needed = "labels alone with `labels_are_ids=True`, as ids of documents"
+            raise ValueError(f"{own._name} expected {needed}, got labels {list(labels.shape)}")
+    if own._kind is sl.MarginMSELoss and labels is not None and labels.numel() == size * count:
         labels = nn.functional.pad(-labels.reshape(size, -1), (1, 0))  # scores of the margins
-    are_scores = own.teacher is None and labels is not None and kind is sl.SpladeObjective
-    if labels is not None and not (own.labels_are_ids or kind in (*DISTILLED, sl.SpladeObjective)):
-        needed = "labels alone with `labels_are_ids=True`, as ids of documents"
-        raise ValueError(f"{own._name} expected {needed}, got labels {list(labels.shape)}")
-    if own.labels_are_ids or kind in DISTILLED or are_scores:
-        received = None if labels is None else list(labels.shape)
-        shapes = [[size], [size, count]] if own.labels_are_ids else [[size, count]]
-        if labels is None or received not in shapes:
-            raise ValueError(f"{own._name} expected labels as {shapes}, got {received}")
-        if own.labels_are_ids:
-            mine, ids = labels.reshape(size, -1).tensor_split([1], 1)
-            fields["positive_ids"] = mine[:, 0]
-            if ids.shape[1]:
-                ids = gather_rows(ids.T.flatten(), gather) if shares else ids  # [N] or [B, n]
-                keys = size * (num_ranks() if gather else 1)
-                fields["candidate_mask"] = nn.functional.pad(mine != ids, (keys, 0), value=True)
-        else:
-            fields |= {"teacher_scores": labels, "teacher_candidates": "own"}
-    batch = sl.SpladeBatch(anchor, positive, negative, **fields)
-    return own._objective(batch if own.teacher is None else _taught(own, batch)).total
+    received = None if labels is None else list(labels.shape)
+    shapes = [[size], [size, 1 + count]] if own.labels_are_ids else [[size, 1 + count]]
+    if received not in shapes:
+        raise ValueError(f"{own._name} expected labels as {shapes}, got {received}")
+    if not own.labels_are_ids:
+        return {"teacher_scores": labels, "teacher_candidates": "own"}
+    positive, ids = labels.reshape(size, -1).tensor_split([1], 1)
+    fields, gather = {"positive_ids": positive[:, 0]}, own._objective.gather
+    if ids.shape[1]:
+        ids = gather_rows(ids.T.flatten(), gather) if shares else ids  # [N] or [B, n]
+        keys = size * (num_ranks() if gather else 1)
+        fields["candidate_mask"] = nn.functional.pad(positive != ids, (keys, 0), value=True)
+    return fields
 
 
-def _taught(own: SentenceTransformersLoss, batch: sl.SpladeBatch) -> sl.SpladeBatch:
-    """Return the batch with a teacher's scores."""
+def _of_teacher(own: SentenceTransformersLoss, batch: sl.SpladeBatch) -> dict[str, Any]:
+    """Return a teacher's scores of a batch; of all anchors if a term compares them."""
     sides = [texts._asdict() for texts in batch[:3] if texts is not None]
     for side, i in zip(sides, (slice(1), slice(1, 2), slice(2, None)), strict=False):
         if all("texts" in column for column in own._columns):
             rows = zip(*[column["texts"] for column in own._columns[i]], strict=True)
             side["texts"] = [text for row in rows for text in row]
-    return batch._replace(**score_batch(own.teacher, *sides, score_anchors=own.score_anchors))
+    of_anchors = any(getattr(x, "of", "") == "anchors" for x in own._objective.terms.values())
+    return score_batch(own.teacher, *sides, score_anchors=of_anchors)
 
 
 def _n_pair(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Any) -> Any:

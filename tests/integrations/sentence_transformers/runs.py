@@ -115,14 +115,15 @@ def of_margins(texts, labels):
 
 
 def objective():
-    ids = {"special_token_ids": [0, 1, 2, 3, 4]}
+    words = {"ignore_token_ids": [0, 1, 2, 3, 4]}
+    own, its = sl.SelfReconstructionLoss(**words), sl.PositiveActivationLoss(**words)
     return sl.SpladeObjective(
         {
             "info_nce": (1.0, terms.info_nce(sl.InfoNCELoss(temperature=0.5))),
             "distillation": (0.2, terms.distillation()),
             "query_flops": (0.02, terms.flops("query")),
-            "document_self_reconstruction": (0.3, terms.self_reconstruction("document", **ids)),
-            "query_positive_activation": (0.05, terms.positive_activation("query", **ids)),
+            "document_self_reconstruction": (0.3, terms.self_reconstruction("document", own)),
+            "query_positive_activation": (0.05, terms.positive_activation("query", its)),
         }
     )
 

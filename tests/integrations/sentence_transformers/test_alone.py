@@ -6,8 +6,20 @@ from sentence_transformers.sparse_encoder.losses import CachedSpladeLoss, Splade
 
 import sparse_losses as sl
 from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
+from sparse_losses.integrations.sentence_transformers.loss import LOSSES
 from sparse_losses.objective import terms
+from tests import cases
 from tests.integrations.sentence_transformers import runs
+
+
+def test_every_loss_is_known_and_tried_or_named_here():
+    """A new loss needs a row in ``LOSSES`` of the adapter and one in ``runs.ALONE``."""
+    known = {kind.__name__ for kind in LOSSES}
+    assert {type(loss).__name__ for loss, *_ in runs.ALONE.values()} == known
+    others = {"InfoNCEFromScoresLoss", "MaskedLogitMSELoss"}  # they take no columns of vectors
+    losses = {loss.module for loss in cases.LOSSES.values()}
+    assert losses - known == others
+
 
 ALONE = [*(("sparse", name, None) for name in runs.ALONE), ("dense", "margin_mse", None)]
 ALONE += [("sparse", name, 4) for name in ("info_nce", "n_pair", "ranknet", "objective")]

@@ -41,9 +41,10 @@ def bi_encoder(model):
     return model, scores
 
 
-@pytest.mark.parametrize("mini_batch_size", [None, 3])
-@pytest.mark.parametrize("columns", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["BM25", "dense", "sparse"])
+@pytest.mark.parametrize(
+    ("kind", "columns", "mini_batch_size"),
+    [("BM25", 2, 3), ("BM25", 4, None), ("dense", 3, None), ("dense", 4, 3), ("sparse", 2, None)],
+)
 def test_a_teacher_scores_all_candidates(kind, columns, mini_batch_size, sparse, dense, tmp_path):
     """A bi-encoder reads whole texts, of which this student keeps two words."""
     model, reference, loss = sparse(), sparse(), taught_objective()
@@ -68,8 +69,7 @@ def test_a_teacher_scores_all_candidates(kind, columns, mini_batch_size, sparse,
         known["teacher_anchor_scores"] = scores(queries, queries)
         return loss(sl.SpladeBatch(anchor, positive, negative, **known)).total
 
-    options = {"teacher": teacher, "score_anchors": True, "mini_batch_size": mini_batch_size}
-    ours = runs.adapter(model, loss, **options)
+    ours = runs.adapter(model, loss, teacher=teacher, mini_batch_size=mini_batch_size)
     assert ours.get_config_dict()["teacher"] == type(teacher).__name__
     trainer = runs.trainer(model, ours, runs.dataset(columns), tmp_path)
     assert keep_texts(trainer) is trainer
