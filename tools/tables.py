@@ -5,7 +5,6 @@ A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; `
 """
 
 import functools
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -143,16 +142,14 @@ def ranking(*documents: str, front: bool = False) -> str:
 Cells = dict[tuple[str, str], dict[str, list[Row]]]  # by row and its number, then by arm
 
 
-def runs_of(*files: str) -> Cells:
+def runs_of(file: str) -> Cells:
     """Return the battery's rows, pruned to their number: three quarters of it for queries."""
     runs: Cells = {}
-    for row in itertools.chain.from_iterable(read(RESULTS / file) for file in files):
+    for row in read(RESULTS / file):
         arm = re.sub(r"(gain|topk) \d+", r"\1", row["arm"])
         number = row["asked_document"] or "0"
         if arm in ARMS and float(row["asked_query"] or -1) == 0.75 * float(number):
-            own = runs.setdefault((row["row"], number), {}).setdefault(ARMS[arm], [])
-            if all(row["seed"] != x["seed"] for x in own):  # both files may have a training
-                own.append(row)
+            runs.setdefault((row["row"], number), {}).setdefault(ARMS[arm], []).append(row)
     return runs
 
 
@@ -167,7 +164,8 @@ def of_runs(own: Iterable[Row]) -> tuple[float, float]:
 def battery(*columns: str) -> str:
     """Recall@10 and products of the battery's models, by what they start with or what acts."""
     rows = []
-    for (name, number), by in runs_of("start.csv", "battery.csv").items():
+    file = "start.csv" if columns == STARTS else "battery.csv"  # of the same seeds in a row
+    for (name, number), by in runs_of(file).items():
         found = [of_runs(by[column]) if column in by else None for column in columns]
         cells = ["" if x is None else f"{share(x[0])} ({x[1]:.2g})" for x in found]
         if sum(map(bool, cells)) > 2:
