@@ -1,7 +1,7 @@
 """An encoder from texts to sparse vectors: tokenizer, language model and head."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -67,11 +67,10 @@ class SpladeEncoder(nn.Module):
         bidirectional: Whether each position of a causal language model attends to later ones.
         prune_ratio: The default ``prune_ratio`` of ``encode``.
         max_active_dims: The default ``max_active_dims`` of ``encode``.
-        document_threshold: A dimension of a document is 0 unless its pooled logit is above it.
-            ``calibrate`` sets this and the next three.
-        query_threshold: The same for queries.
+        budgets: Two thresholds, of documents and of queries, or ``None``, by the number of active
+            dimensions that they give a document; the largest number is the default. A dimension is
+            0 unless its pooled logit is above the threshold. ``calibrate`` sets these.
         keep_at_least: How many of its largest dimensions a text keeps whatever the threshold is.
-        budgets: Pairs of both thresholds by the number of active dimensions that they give.
         prompts: What ``encode`` puts before texts: a dict with ``"document"`` and ``"query"``.
 
     Raises:
@@ -111,7 +110,7 @@ class SpladeEncoder(nn.Module):
         *,
         expansion: bool = True,
         gate: ContextGate | bool | None = None,
-        idf_weights: Tensor | None = None,
+        idf_weights: Tensor | Literal[False] | None = None,
         max_length: int | None = None,
         importance: Literal["mlp", "linear"] = "mlp",
         pool_special_tokens: bool = True,
@@ -121,10 +120,8 @@ class SpladeEncoder(nn.Module):
         bidirectional: bool = True,
         prune_ratio: float | None = None,
         max_active_dims: int | None = None,
-        document_threshold: float | None = None,
-        query_threshold: float | None = None,
+        budgets: Mapping[float, tuple[float | None, float | None]] | None = None,
         keep_at_least: int = 1,
-        budgets: dict[float, tuple[float | None, float | None]] | None = None,
         prompts: dict[str, str] | None = None,
     ) -> None:
         super().__init__()
@@ -132,11 +129,8 @@ class SpladeEncoder(nn.Module):
         self.pool_special_tokens, self.bidirectional = pool_special_tokens, bidirectional
         self.softcap, self.logit_scale = softcap, logit_scale
         self.prune_ratio, self.max_active_dims = prune_ratio, max_active_dims
-        self.document_threshold, self.query_threshold = document_threshold, query_threshold
-        pairs = dict(budgets or {}).items()  # a list of pairs in JSON, which has no such keys
-        self.budgets = {number: (pair[0], pair[1]) for number, pair in pairs}
-        self.keep_at_least, self.prompts = keep_at_least, prompts
-        parts.check(self._settings() | {"importance": importance})
+        self.budgets, self.keep_at_least, self.prompts = budgets or {}, keep_at_least, prompts
+        parts.check({name: getattr(self, name) for name in SETTINGS}, importance)
         inner, model = unwrapped(model), getattr(model, "_orig_mod", model)
         if expansion:
             self.head = SpladeHead.from_masked_lm(model, activation=activation)
@@ -160,21 +154,20 @@ class SpladeEncoder(nn.Module):
         config, like = inner.config.get_text_config(), next(model.parameters())
         self.vocab_size = int(config.vocab_size)
         parts.check_tokenizer(tokenizer, self.vocab_size)
+        self.max_length = parts.max_length(max_length, inner, tokenizer)
         with like.device:
             if not expansion:
                 self.importance = parts.importance(importance, config.hidden_size).to(like)
             gate = parts.gate(gate, config.hidden_size, self.vocab_size)
+            special = torch.tensor(tokenizer.all_special_ids, dtype=torch.int64)
+            idf_weights = parts.idf_weights(idf_weights, self.vocab_size)
         self.gate = None if gate is None else gate.to(like)
-        if idf_weights is not None:
-            idf_weights = parts.idf_weights(idf_weights, self.vocab_size).to(like.device)
         self.register_buffer("idf_weights", idf_weights)
-        self.max_length = parts.max_length(max_length, inner, tokenizer)
-        special = torch.tensor(tokenizer.all_special_ids, dtype=torch.int64, device=like.device)
         self.register_buffer("_special_ids", special, persistent=False)
 
     def _settings(self) -> dict[str, Any]:
         settings = {name: getattr(self, name) for name in SETTINGS}
-        if self.logit_scale == "auto" and hasattr(self, "head") and not self.head.awaits_scale:
+        if self.logit_scale == "auto" and not self.head.awaits_scale:
             factor = float(cast(Tensor, self.head.measured_scale))
             settings["logit_scale"] = None if factor == 1.0 else factor  # it is in the weights
         return settings
@@ -220,42 +213,46 @@ class SpladeEncoder(nn.Module):
         check_shapes(input_ids=(input_ids, "B S"))
         everywhere = torch.tensor(True, device=input_ids.device)
         attended_ids("input_ids", input_ids, everywhere, self.vocab_size, gathered=True)
-        threshold, idf = self._threshold(side, active), self.idf_weights
-        is_weighted = idf is not None if apply_idf is None else apply_idf
-        if is_weighted and idf is None:
+        threshold = self._threshold(side, active)
+        idf = None if apply_idf is False else self.idf_weights
+        if apply_idf and idf is None:
             raise ValueError("expected idf weights for `apply_idf=True`, got None")
-        options: dict[str, Any] = {} if layout == torch.strided else {"layout": layout}
-        if options and (is_weighted or threshold is not None or not self.expansion):
+        is_plain = self.expansion and idf is None and threshold is None
+        if layout != torch.strided and not is_plain:
             raise ValueError(f"expected expansion, no idf weights and no threshold for {layout}")
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         hidden = self._hidden(input_ids, attention_mask, **inputs)
         pooled = self._pooled(input_ids, attention_mask, pool_mask)
         gate = None if self.gate is None else self.gate(hidden, attention_mask)
-        if self.expansion:
-            options |= {"gate": gate, "return_logits": return_logits}
-            output: Any = self.head(hidden, pooled, **options)
-            activations, logits = output if return_logits else (output, output)
-        else:
-            own = parts.position_logits(self.importance, hidden)
-            logits = parts.token_logits(own, input_ids, pooled, self.vocab_size)
-            logits = logits if gate is None else logits * gate
-            activations = weights_of(logits, self.activation)
+        options = {"return_logits": return_logits, "layout": layout}
+        activations, logits = self._activations(hidden, input_ids, pooled, gate, **options)
         if threshold is not None:
-            how: Any = {"activation": self.activation, "counted": None if idf is None else idf > 0}
+            counted = None if self.idf_weights is None else self.idf_weights > 0
+            how: Any = {"activation": self.activation, "counted": counted}
             activations = pruned_weights(activations, threshold, self.keep_at_least, **how)
-        if is_weighted:
+        if idf is not None:
             activations = activations * idf
         return (activations, logits) if return_logits else activations
+
+    def _activations(
+        self, hidden: Tensor, ids: Tensor, pooled: Tensor, gate: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return activations, and the pooled logits if they are asked for."""
+        if self.expansion:
+            output: Any = self.head(hidden, pooled, gate=gate, **options)
+            return output if isinstance(output, tuple) else (output, output)
+        logits = parts.token_logits(self.importance, hidden, ids, pooled, self.vocab_size)
+        logits = logits if gate is None else logits * gate
+        return weights_of(logits, self.activation), logits
 
     def _threshold(self, side: str | None, active: float | None) -> float | None:
         check_choice("side", side, (None, *SIDES))
         if active is not None:
             check_choice("active", active, tuple(self.budgets))
-        if side is None:
+        if side is None or not self.budgets:
             return None
-        own = (self.document_threshold, self.query_threshold)
-        return (own if active is None else self.budgets[active])[SIDES.index(side)]
+        return self.budgets[active or max(self.budgets)][SIDES.index(side)]
 
     def _pooled(
         self, input_ids: Tensor, attention_mask: Tensor, pool_mask: Tensor | None = None
@@ -292,18 +289,11 @@ class SpladeEncoder(nn.Module):
 
         With a ``side`` its prompt is put before the texts.
         """
-        encoding.check_texts(texts)
-        if side is not None:
-            prompt = (self.prompts or {}).get(side, "")
-            texts = [prompt + text for text in texts]
-        return encoding.token_ids(
-            self.tokenizer,
-            texts,
-            self.device,
-            padding_side="right",  # models that count positions from the left need text there
-            truncation=self.max_length is not None,
-            max_length=self.max_length,
-        )
+        # Models that count positions from the left need text there.
+        options = {"padding_side": "right", "max_length": self.max_length}
+        options |= {"truncation": self.max_length is not None}
+        prompt = (self.prompts or {}).get(side or "", "")
+        return encoding.token_ids(self.tokenizer, texts, self.device, prompt, **options)
 
     def encode(
         self,
@@ -339,15 +329,15 @@ class SpladeEncoder(nn.Module):
         encoding.check_pruning(prune_ratio, max_active_dims)
         prune_ratio = self.prune_ratio if prune_ratio is None else prune_ratio
         max_active_dims = self.max_active_dims if max_active_dims is None else max_active_dims
-        vectors: dict[int, tuple[Tensor, Tensor]] = {}
+        options: Any = {"prune_ratio": prune_ratio, "max_active_dims": max_active_dims}
+        entries = []
         with torch.no_grad(), evaluating(self):  # FSDP2 could not train with inference tensors
             for numbers in encoding.batches(texts, batch_size, show_progress):
                 batch = self.tokenize([texts[i] for i in numbers], side=side)
-                found = encoding.entries_of(self(**batch, side=side, active=active), numbers)
-                for i, entries in zip(numbers, found, strict=True):
-                    vectors[i] = encoding.pruned(*entries, prune_ratio, max_active_dims)
-        in_order = [vectors[i] for i in range(len(texts))]
-        return encoding.collected(in_order, output, self.tokenizer, self.vocab_size)
+                vectors: Any = self(**batch, side=side, active=active)
+                entries.append(encoding.entries_of(vectors, numbers))
+        shape = len(texts), self.vocab_size
+        return encoding.collected(entries, shape, output, self.tokenizer, **options)
 
     def encode_document(self, texts: Sequence[str], **options: Any) -> Any:
         """Return the vectors of documents, as ``encode`` does."""
@@ -363,7 +353,7 @@ class SpladeEncoder(nn.Module):
         """Return the ``k`` tokens of largest weight of each text or vector, the largest first.
 
         Args:
-            texts_or_vectors: Strings; or finite floating vectors ``[N, V]``, dense or sparse, of
+            texts_or_vectors: Strings; or finite vectors ``[N, V]``, dense or sparse, of
                 which positive entries count.
             k: The number of tokens, at least 1.
             **options: Options of ``encode``, for texts only.
@@ -374,11 +364,12 @@ class SpladeEncoder(nn.Module):
             return cast(list[dict[str, float]], self.encode(vectors, **options))
         if options:
             raise TypeError(f"expected no options with vectors, got {', '.join(options)}")
-        if not vectors.is_floating_point() or vectors.shape[1:] != (self.vocab_size,):
+        if vectors.shape[1:] != (self.vocab_size,):
             expected, got = f"[N, V] with V = {self.vocab_size}", list(vectors.shape)
-            raise ValueError(f"expected floating {expected}, got {got} of {vectors.dtype}")
-        entries = encoding.entries_of(vectors.detach())
-        return [encoding.named(self.tokenizer, *encoding.pruned(*x, None, k)) for x in entries]
+            raise ValueError(f"expected vectors {expected}, got {got}")
+        entries, shape = encoding.entries_of(vectors, range(len(vectors))), vectors.shape
+        named = encoding.collected([entries], shape, "tokens", self.tokenizer, max_active_dims=k)
+        return cast(list[dict[str, float]], named)
 
     def token_weights(self, texts: Sequence[str]) -> list[list[tuple[str, float]]]:
         r"""Return the activation of the strongest token at each position of a text.
@@ -396,30 +387,23 @@ class SpladeEncoder(nn.Module):
             return [self._token_weights(**self.tokenize([text])) for text in texts]
 
     def _token_weights(self, input_ids: Tensor, attention_mask: Tensor) -> list[tuple[str, float]]:
-        hidden, ids = self._hidden(input_ids, attention_mask), input_ids[0]
+        hidden = self._hidden(input_ids, attention_mask)
+        pooled = self._pooled(input_ids, attention_mask)
         gate = None if self.gate is None else self.gate(hidden, attention_mask)
-        idf = 1.0 if self.idf_weights is None else self.idf_weights
-        if self.expansion:  # each position is a text of one token
-            gate = None if gate is None else gate.expand(len(ids), -1)
-            weights = (self.head(hidden[0][:, None], gate=gate) * idf).amax(1)
-        else:
-            logits = parts.position_logits(self.importance, hidden)[0, :, None]
-            logits = logits.expand(-1, self.vocab_size) if gate is None else logits * gate
-            weights = (weights_of(logits, self.activation) * idf).gather(1, ids[:, None])[:, 0]
-        weights = weights.masked_fill(~self._pooled(input_ids, attention_mask)[0], 0.0)
-        names = encoding.spelled(self.tokenizer, ids.tolist())
-        return list(zip(names, weights.tolist(), strict=True))
+        # Each position is a text of one token.
+        one, ids, only = (x[0][:, None] for x in (hidden, input_ids, pooled))
+        gate = None if gate is None else gate.expand(len(ids), -1)
+        weights = self._activations(one, ids, only, gate)[0]
+        if self.idf_weights is not None:
+            weights = weights * self.idf_weights
+        names = encoding.spelled(self.tokenizer, ids[:, 0].tolist())
+        return list(zip(names, weights.amax(1).tolist(), strict=True))
 
     def calibrate(self, documents: Sequence[str], *targets: Any, **options: Any) -> "Calibration":
         """Do what ``sparse_losses.calibrate`` does with this encoder; see there."""
         from sparse_losses.sparsity.calibration import calibrate
 
         return calibrate(self, documents, *targets, **options)
-
-    def extra_repr(self) -> str:
-        """Return the thresholds and other settings that are not the default."""
-        settings = self._settings().items()
-        return ", ".join(f"{name}={x!r}" for name, x in settings if x != SETTINGS[name])
 
     @classmethod
     def from_pretrained(
@@ -448,24 +432,21 @@ class SpladeEncoder(nn.Module):
         """
         own = {name: x for name in OPTIONS if (x := options.pop(name, None)) is not None}
         folder = Folder(name_or_path, **options)
-        saved, tensors = folder.read()
-        settings = {name: x for name in OPTIONS if (x := saved.get(name)) is not None} | own
-        has_logits = bool(settings.get("expansion", True))
-        model, tokenizer = folder.read_model(has_logits=has_logits, **options)
+        settings, tensors = folder.read()
+        sizes, settings = settings.pop("gate", None), settings | own
+        model, tokenizer = folder.read_model(has_logits=settings.get("expansion", True), **options)
         with named_damage(folder.name), torch.device("cpu"):
-            parts.check(saved)
-            if gate in (None, True) and saved.get("gate"):
+            if gate in (None, True) and sizes:
                 config = unwrapped(model).config.get_text_config()
-                gate = ContextGate(config.hidden_size, config.vocab_size, **saved["gate"])
+                gate = ContextGate(config.hidden_size, config.vocab_size, **sizes)
             else:
                 tensors = {key: x for key, x in tensors.items() if not key.startswith("gate.")}
-        weights = tensors.pop("idf_weights", None)
-        if idf_weights is not None:
-            weights = None if idf_weights is False else idf_weights
+        saved = tensors.pop("idf_weights", None)
+        weights = saved if idf_weights is None else idf_weights
         encoder = cls(model, tokenizer, gate=gate, idf_weights=weights, **settings)
         with named_damage(folder.name):
-            if settings.get("importance") == "linear" and "importance.weight" not in tensors:
-                tensors |= folder.read_linear()
+            if settings.get("importance") == "linear":
+                tensors = folder.read_linear() | tensors
             encoder.load_state_dict(tensors, strict=False)
         return encoder.eval()
 
@@ -482,8 +463,9 @@ class SpladeEncoder(nn.Module):
 
         The logits start as dot products of hidden states and word embeddings, to which the
         projection is tied; the head before it starts as the identity. The bias takes off each
-        token's mean, and is shifted so that a text starts with ``start_active`` dimensions. Pooling
-        of the folder is left out. Train the model, and prune it by ``calibrate``.
+        token's mean over the texts, unless there is one, and is shifted so that a text starts with
+        ``start_active`` dimensions. Pooling of the folder is left out. Train the model, and prune
+        it by ``calibrate``.
 
         Args:
             name_or_path: A folder, or a name on the Hugging Face Hub.
@@ -501,19 +483,20 @@ class SpladeEncoder(nn.Module):
         encoding.check_texts(texts)
         if not texts:
             raise ValueError("expected some `texts` to measure the start on, got none")
-        names = (*OPTIONS, "gate", "idf_weights")
-        own = {name: options.pop(name) for name in names if name in options}
+        names = options.keys() & {*OPTIONS, "gate", "idf_weights"}
+        own = {name: options.pop(name) for name in names}
         folder = Folder(name_or_path, is_dense=True, **options)
         saved, _ = folder.read()
         model, tokenizer = folder.read_model(has_logits=True, **options)
         encoder = cls(model, tokenizer, **saved | own).eval()
         set_identity_head(model, **encoder.tokenize(texts[:64]))
-        total = torch.zeros_like(encoder.head.weight[:, 0], dtype=torch.float32)
-        with torch.no_grad():
-            for numbers in encoding.batches(texts, 32):
-                batch = encoder.tokenize([texts[i] for i in numbers], side="document")
-                total += encoder(**batch, return_logits=True)[1].sum(0)
-            cast(Tensor, encoder.head.bias).sub_(total / len(texts))
+        if len(set(texts)) > 1:  # of one text the mean is the text itself
+            total = torch.zeros_like(encoder.head.weight[:, 0], dtype=torch.float32)
+            with torch.no_grad():
+                for numbers in encoding.batches(texts, 32):
+                    batch = encoder.tokenize([texts[i] for i in numbers], side="document")
+                    total += encoder(**batch, return_logits=True)[1].sum(0)
+                cast(Tensor, encoder.head.bias).sub_(total / len(texts))
         encoder.calibrate(texts, start_active, method="shift", verbose=False)
         return encoder
 
@@ -532,13 +515,11 @@ class SpladeEncoder(nn.Module):
         if any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
             how = "save by torch.distributed.checkpoint, and load that in one process"
             raise TypeError(f"expected whole parameters, got DTensors: {how}")
-        settings = self._settings() | {
-            "max_length": self.max_length,
-            "idf_weights": self.idf_weights is not None,
-            "gate": None if self.gate is None else self.gate.settings,
-        }
-        if not self.expansion:
-            settings["importance"] = "linear" if isinstance(self.importance, nn.Linear) else "mlp"
+        settings = self._settings() | {"max_length": self.max_length}
+        if self.gate is not None:
+            settings["gate"] = self.gate.settings
+        if not self.expansion and isinstance(self.importance, nn.Linear):
+            settings["importance"] = "linear"
         own, state = ("gate", "importance", "idf_weights"), self.state_dict().items()
         tensors = {key: x.contiguous() for key, x in state if key.split(".")[0] in own}
         write_folder(folder, self.model, self.tokenizer, settings, tensors)

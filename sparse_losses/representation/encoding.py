@@ -1,5 +1,6 @@
 """From texts to sparse vectors on the CPU: batches, the entries of vectors, and their formats."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,13 +10,15 @@ from torch import Tensor
 from sparse_losses._core.checks import check_integer, check_number
 from sparse_losses.fast.sparse import csr
 
-Entries = tuple[Tensor, Tensor]  # ids and weights of a vector
+Entries = tuple[Tensor, Tensor, Tensor]  # rows, ids and weights
 
 
-def token_ids(tokenizer: Any, texts: Sequence[str], device: Any, **options: Any) -> dict[str, Any]:
+def token_ids(
+    tokenizer: Any, texts: Sequence[str], device: Any, prompt: str = "", **options: Any
+) -> dict[str, Any]:
     """Return ``input_ids`` and ``attention_mask`` ``[B, S]``, padded, on a device."""
     check_texts(texts)
-    batch = tokenizer(list(texts), padding=True, **options)
+    batch = tokenizer([prompt + text for text in texts], padding=True, **options)
     names = ("input_ids", "attention_mask")
     return {name: torch.tensor(batch[name], dtype=torch.int64, device=device) for name in names}
 
@@ -38,31 +41,15 @@ def batches(
             progress.update(len(numbers))
 
 
-def entries_of(vectors: Tensor, numbers: Sequence[int] | None = None) -> list[Entries]:
-    """Return ids (ascending) and weights of each vector's positive entries, on the CPU."""
-    entries = vectors.to_sparse(layout=torch.sparse_coo).coalesce()
-    (row, ids), weights = entries.indices(), entries.values()
+def entries_of(vectors: Tensor, numbers: Sequence[int]) -> Entries:
+    """Return the positive entries of vectors, which are rows of these numbers, on the CPU."""
+    entries = vectors.detach().to_sparse(layout=torch.sparse_coo).coalesce()
+    (rows, ids), weights = entries.indices(), entries.values()
     if not weights.isfinite().all():
-        first = int(row[~weights.isfinite()][0])
-        first = first if numbers is None else numbers[first]
-        raise ValueError(f"expected finite vectors, got others in row {first}")
+        raise ValueError("expected finite vectors, got NaN or infinity")
     kept = weights > 0
-    row, ids, weights = row[kept].cpu(), ids[kept].cpu(), weights[kept].float().cpu()
-    counts = torch.bincount(row, minlength=len(vectors)).tolist()
-    return list(zip(torch.split(ids, counts), torch.split(weights, counts), strict=True))
-
-
-def pruned(
-    ids: Tensor, weights: Tensor, prune_ratio: float | None, max_active_dims: int | None
-) -> Entries:
-    """Return the entries of at least ``prune_ratio`` times the largest weight, and the largest."""
-    if prune_ratio is not None and len(ids):
-        kept = weights >= prune_ratio * weights.max()
-        ids, weights = ids[kept], weights[kept]
-    if max_active_dims is not None and len(ids) > max_active_dims:
-        kept = weights.argsort(descending=True, stable=True)[:max_active_dims].sort().values
-        ids, weights = ids[kept], weights[kept]
-    return ids, weights
+    rows = torch.tensor(numbers, dtype=torch.int64, device="cpu")[rows[kept].cpu()]
+    return rows, ids[kept].cpu(), weights[kept].float().cpu()
 
 
 def check_pruning(prune_ratio: float | None, max_active_dims: int | None) -> None:
@@ -75,25 +62,41 @@ def check_pruning(prune_ratio: float | None, max_active_dims: int | None) -> Non
         check_integer("max_active_dims", max_active_dims, minimum=1)
 
 
-def collected(vectors: Sequence[Entries], output: str, tokenizer: Any, vocab_size: int) -> Any:
-    """Return the entries of vectors as ``output``: ``"csr"``, ``"dense"`` or ``"tokens"``."""
-    if output == "tokens":
-        return [named(tokenizer, *entries) for entries in vectors]
+def collected(
+    parts: Sequence[Entries],
+    shape: Sequence[int],
+    output: str,
+    tokenizer: Any,
+    *,
+    prune_ratio: float | None = None,
+    max_active_dims: int | None = None,
+) -> Any:
+    """Return the entries of all parts, pruned, as ``"csr"``, ``"dense"`` or ``"tokens"``."""
     # On the CPU and in fp32, whatever the default device and dtype are.
-    counts = torch.tensor([len(ids) for ids, _ in vectors], dtype=torch.int64, device="cpu")
-    rows = torch.arange(len(vectors), device="cpu").repeat_interleave(counts)
-    empty = counts.new_empty(0), torch.empty(0, dtype=torch.float32, device="cpu")
-    ids, weights = (torch.cat(parts) for parts in zip(empty, *vectors, strict=True))
-    if output == "csr":
-        return csr(rows, ids, weights, (len(vectors), vocab_size))
-    dense = weights.new_zeros(len(vectors), vocab_size)
-    return dense.index_put_((rows, ids), weights)
-
-
-def named(tokenizer: Any, ids: Tensor, weights: Tensor) -> dict[str, float]:
-    """Return the weights by token, the largest first; of equal ones, that of the smaller id."""
+    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+    entries = (torch.cat(x) for x in zip((nothing, nothing, nothing.float()), *parts, strict=True))
+    rows, ids, weights = entries
+    order = rows.argsort(stable=True)
+    rows, ids, weights = rows[order], ids[order], weights[order]
+    # Of each row the largest comes first; of equal ones, that of the smaller id.
     order = weights.argsort(descending=True, stable=True)
-    return dict(zip(spelled(tokenizer, ids[order].tolist()), weights[order].tolist(), strict=True))
+    order = order[rows[order].argsort(stable=True)]
+    counts = torch.bincount(rows, minlength=shape[0])
+    first = (counts.cumsum(0) - counts)[rows]
+    kept = torch.ones_like(rows, dtype=torch.bool)
+    if prune_ratio is not None:
+        kept = weights[order] >= prune_ratio * weights[order[first]]
+    if max_active_dims is not None:
+        kept &= torch.arange(len(rows), device="cpu") - first < max_active_dims
+    order = order[kept]
+    if output == "tokens":
+        names = spelled(tokenizer, ids[order].tolist())
+        pairs = zip(names, weights[order].tolist(), strict=True)
+        counts = torch.bincount(rows[order], minlength=shape[0])
+        return [dict(itertools.islice(pairs, count)) for count in counts.tolist()]
+    order = order.sort().values
+    matrix = csr(rows[order], ids[order], weights[order], (shape[0], shape[1]))
+    return matrix if output == "csr" else matrix.to_dense()
 
 
 def spelled(tokenizer: Any, ids: Sequence[int]) -> list[str]:

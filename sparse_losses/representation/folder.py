@@ -3,6 +3,7 @@
 What a folder of sentence-transformers says is applied, or refused by the name of its key.
 """
 
+import functools
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from sparse_losses._core.activation import Activation
 from sparse_losses._core.extras import from_extra
 from sparse_losses.representation._language_model import unwrapped
 from sparse_losses.representation.dense import check_untrained
+from sparse_losses.representation.parts import SIDES
 
 # Our files in the folder of the language model, and their version.
 SETTINGS, TENSORS, FORMAT = "sparse_losses.json", "sparse_losses.safetensors", 1
@@ -28,8 +30,8 @@ HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder
 # Files of sentence-transformers, and its modules by names that its versions 5 and 6 both know.
 MODULES, ENCODER, ROUTER = "modules.json", "config_sentence_transformers.json", "router_config.json"
 TRANSFORMER, THEIRS = "sentence_bert_config.json", "sentence_transformers.sparse_encoder.models"
-# What its files may say of a fill-mask model and its pooling, by key. Anything is applied to the
-# keys of the second table, or changes no vector. Other values and other keys are refused.
+# What its files may say of a fill-mask model and its pooling, by key; () is anything, which is
+# applied or changes no vector. Other values and other keys are refused.
 KEYS: dict[str, tuple[Any, ...]] = {
     "transformer_task": ("fill-mask",),
     "modality_config": ({"text": {"method": "forward", "method_output_name": "logits"}},),
@@ -39,21 +41,19 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "tokenizer_name_or_path": (None,),
     "pooling_strategy": ("max",),
     "activation_function": get_args(Activation),
+    **dict.fromkeys(("max_seq_length", "query_length", "document_length", "do_lower_case"), ()),
+    **dict.fromkeys(("model_kwargs", "config_kwargs", "processor_kwargs"), ()),
+    **dict.fromkeys(("model_args", "config_args", "tokenizer_args"), ()),  # their former names
+    **dict.fromkeys(("unpad_inputs", "chunk_size"), ()),
+    **dict.fromkeys(("embedding_dimension", "word_embedding_dimension"), ()),
 }
-FREE = {
-    *("max_seq_length", "query_length", "document_length", "do_lower_case"),
-    *("model_kwargs", "config_kwargs", "processor_kwargs"),
-    *("model_args", "config_args", "tokenizer_args"),
-    *("unpad_inputs", "chunk_size", "embedding_dimension", "word_embedding_dimension"),
-}
+OWN_KIND = "SpladeEncoder"  # of a saved encoder for which these have no modules: they refuse it
 LINEAR = "sparse_linear.pt"  # BGE-M3's layer from a hidden state to its token's weight
 ADAPTER = "adapter_config.json"  # PEFT's file
 # What transformers and PEFT write, and would read in place of other files of a new model.
 STALE = ("model.safetensors", "model.safetensors.index.json", ADAPTER, "adapter_model.safetensors")
-# The settings that sentence-transformers' modules have.
-PLAIN = {"expansion": True, "pool_special_tokens": True, "softcap": None, "logit_scale": None}
-PLAIN |= {"idf_weights": False, "gate": None}
-CUTS = "document_threshold", "query_threshold", "prune_ratio"  # which these have no place for
+PLAIN = {"pool_special_tokens": True, "softcap": None, "logit_scale": None}  # as its modules are
+CUTS = {"budgets": "thresholds", "prune_ratio": "prune_ratio"}  # for which these have no place
 OWN = "<!-- save_pretrained writes this file: remove this line to keep your changes -->"
 CARD = """---
 library_name: {library}
@@ -66,18 +66,6 @@ A sparse encoder, saved by sparse-losses: a {kind}. `SpladeEncoder.from_pretrain
 
 {own}
 """
-
-
-class UnsupportedEncoder:
-    """The module entry of a saved encoder that sentence-transformers has no modules for."""
-
-    @classmethod
-    def load(cls, model_name_or_path: str, **options: Any) -> NoReturn:
-        """Raise an error that names the loader."""
-        raise ValueError(
-            f"{model_name_or_path} is a SpladeEncoder of a kind for which sentence-transformers "
-            "has no modules: load it with SpladeEncoder.from_pretrained"
-        )
 
 
 @contextmanager
@@ -148,67 +136,72 @@ class Folder:
                 chain[:1] = zip(kinds, paths, strict=True)
             return {kind: self.inside(path) for kind, path in chain}
 
+    @functools.cached_property
     def said(self) -> dict[str, Any]:
-        """Return what sentence-transformers' files tell its modules, and the model's place."""
+        """What sentence-transformers' files tell its modules, and the model's ``place``."""
         modules = self.modules("document")
         kinds, place = list(modules), next(iter(modules.values()), self)
-        if kinds in ([], ["UnsupportedEncoder"]):
+        if kinds in ([], [OWN_KIND]):
             return {"place": place}
         chains = [[kind, "SpladePooling"] for kind in ("MLMTransformer", "Transformer")]
         if kinds[:1] != ["Transformer"] if self.is_dense else kinds not in chains:
-            got = ", ".join(kinds)
             dense = "" if self.is_dense else ": SpladeEncoder.from_dense takes dense encoders"
-            raise ValueError(f"expected {self.name} to have known modules only, got {got}{dense}")
+            got = f"{', '.join(kinds)}{dense}"
+            raise ValueError(f"expected {self.name} to have known modules only, got {got}")
+        said: dict[str, Any] = {}
+        if kinds[0] == "Transformer":
+            said["transformer_task"] = "feature-extraction"
         with named_damage(self.name):
-            said: dict[str, Any] = {}
-            if kinds[0] == "Transformer":
-                said["transformer_task"] = "feature-extraction"
             said |= place.json(TRANSFORMER)
-            if not self.is_dense:
-                said |= modules["SpladePooling"].json("config.json")
-            for key in ("model", "config", "processor"):
-                old = f"{key}_args".replace("processor", "tokenizer")
-                given = said.get(old) or said.get(f"{key}_kwargs") or {}
+            said |= {} if self.is_dense else modules["SpladePooling"].json("config.json")
+            for key, old in (("model", "model"), ("config", "config"), ("processor", "tokenizer")):
+                given = said.get(f"{old}_args") or said.get(f"{key}_kwargs") or {}
                 # Whom to trust is the caller's to say, as there.
                 said[f"{key}_kwargs"] = {k: x for k, x in given.items() if k != "trust_remote_code"}
         for key, value in said.items():
-            allowed = KEYS.get(key, ())
-            if not (self.is_dense or key in FREE or value in allowed):
-                known = " or ".join(map(repr, allowed)) or "no such key"
+            allowed = KEYS.get(key)
+            if not self.is_dense and (allowed is None or (allowed and value not in allowed)):
+                known = " or ".join(map(repr, allowed or ())) or "no such key"
                 raise ValueError(f"expected {self.name} to have {key} = {known}, got {value!r}")
         sides = {said.get("query_length"), said.get("document_length")}
         if len(sides) > 1:
             what = f"{self.name} to have one query_length and document_length"
             raise ValueError(f"expected {what}, got {sides}")
-        tokenizers = said["processor_kwargs"].get("model_max_length")
-        said["max_length"] = _smallest(*sides, said.get("max_seq_length"), tokenizers)
-        return said | {"place": place}
+        limits = (
+            *sides,
+            said.get("max_seq_length"),
+            said["processor_kwargs"].get("model_max_length"),
+        )
+        return said | {"place": place, "max_length": min((x for x in limits if x), default=None)}
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return settings and tensors: ours, or those that sentence-transformers' files tell."""
-        said, tensors = self.said(), {}
+        said = self.said
         with named_damage(self.name):
-            theirs = self.json(ENCODER)
-            settings = {"activation": said.get("activation_function", "relu")}
-            settings["max_active_dims"] = theirs.get("max_active_dims")
-            is_ours = "UnsupportedEncoder" in self.modules("document")
+            theirs, documents, queries = self.json(ENCODER), *map(self.modules, SIDES)
             has_own = not self.is_dense and any(self.find(file) for file in (SETTINGS, TENSORS))
-            if is_ours or has_own:
+            if has_own or OWN_KIND in documents:
                 settings, tensors = self.json(SETTINGS, required=True), self.tensors(TENSORS)
                 if settings.pop("format") != FORMAT:
                     raise ValueError(f"expected format {FORMAT}")
-                limits = settings["max_length"], said.get("max_length")
-                settings["max_length"] = _smallest(*limits)
+                pairs = settings["budgets"]  # JSON has no such keys
+                settings["budgets"] = {number: (one, other) for number, (one, other) in pairs}
+            else:
+                settings, tensors = {"activation": said.get("activation_function")}, {}
+                settings["max_active_dims"] = theirs.get("max_active_dims")
+            limits = settings.get("max_length"), said.get("max_length")
+            settings["max_length"] = min((x for x in limits if x), default=None)
             if any((theirs.get("prompts") or {}).values()):
                 settings["prompts"] = theirs["prompts"]
-            kind, queries = next(iter(self.modules("query").items()), ("", self))
-            default = theirs.get("default_prompt_name")
-            differences = {f"has the default prompt {default}, for texts without a side": default}
-            if queries.hub != said["place"].hub and kind not in ("", "SparseStaticEmbedding"):
-                differences[f"encodes queries by another {kind}, which is not loaded"] = True
-            for text in (text for text, applies in differences.items() if applies):
-                warnings.warn(f"{self.name} {text}, in sentence-transformers", stacklevel=3)
-        return settings, tensors
+            where, default = "in sentence-transformers", theirs.get("default_prompt_name")
+            if default:
+                what = f"has the default prompt {default}, for texts without a side"
+                warnings.warn(f"{self.name} {what}, {where}", stacklevel=3)
+            kind, place = next(iter(queries.items()), ("", said["place"]))
+            if place.hub != said["place"].hub and kind != "SparseStaticEmbedding":
+                what = f"encodes queries by another {kind}, which is not loaded"
+                warnings.warn(f"{self.name} {what}, {where}", stacklevel=3)
+        return {name: x for name, x in settings.items() if x is not None}, tensors
 
     def read_linear(self) -> dict[str, Tensor]:
         """Return the state of BGE-M3's layer, empty without its file."""
@@ -220,12 +213,10 @@ class Folder:
         """Return the language model, with adapters as a ``PeftModel``, and its tokenizer."""
         from safetensors import SafetensorError
         from transformers import AutoConfig, AutoTokenizer
-        from transformers.utils import logging
 
-        said = self.said()
+        said = self.said
         place, remote = said["place"], {"trust_remote_code": options.get("trust_remote_code")}
-        adapter = place.json(ADAPTER)
-        name, where = self.name, place.hub
+        name, where, adapter = self.name, place.hub, place.json(ADAPTER)
         if adapter:
             name, where = adapter["base_model_name_or_path"], {}
             if not name:
@@ -240,12 +231,7 @@ class Folder:
                 config.classifier_bias = config.decoder_bias = True
             options = {**said.get("model_kwargs", {}), **options, **where, "config": config}
             load = _auto_class(config).from_pretrained
-            level = logging.get_verbosity()
-            logging.set_verbosity(logging.ERROR if self.is_dense else level)  # no head is expected
-            try:
-                model, report = load(name, output_loading_info=True, **options)
-            finally:
-                logging.set_verbosity(level)
+            model, report = load(name, output_loading_info=True, **options)
             if place.find("tokenizer_config.json") is not None:  # or it is the base model's
                 name, where = self.name, place.hub
             options = {**said.get("processor_kwargs", {}), **where, **remote}
@@ -260,10 +246,11 @@ class Folder:
             backend = tokenizer.backend_tokenizer
             steps = [normalizers.Lowercase(), *filter(None, [backend.normalizer])]
             backend.normalizer = normalizers.Sequence(steps)
+        missing = report["missing_keys"]
         if self.is_dense:
-            check_untrained(self.name, model, report["missing_keys"])
+            check_untrained(self.name, model, missing)
         needed = f"{model.base_model_prefix}." if self.is_dense or not has_logits else ""
-        if new := ", ".join(sorted(x for x in report["missing_keys"] if x.startswith(needed))):
+        if new := ", ".join(sorted(x for x in missing if x.startswith(needed))):
             text = "they are random. Load a masked or causal language model, or train them."
             warnings.warn(f"{self.name} has no weights for {new}: {text}", stacklevel=3)
         if adapter:
@@ -274,22 +261,17 @@ class Folder:
         return model, tokenizer
 
 
-def _smallest(*limits: int | None) -> int | None:
-    return min((x for x in limits if x), default=None)
-
-
 def _auto_class(config: Any) -> Any:
     """Return the loader of masked language models, of causal ones if the folder has such a one."""
     import transformers as t
+    from transformers.models.auto import modeling_auto as auto
 
-    kinds = t.MODEL_FOR_MASKED_LM_MAPPING, t.MODEL_FOR_CAUSAL_LM_MAPPING
-    names = [kind[type(config)].__name__ if type(config) in kind else None for kind in kinds]
-    masked, causal = names
+    masked = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(config.model_type)
+    causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     has_own = "AutoModelForMaskedLM" in (getattr(config, "auto_map", None) or {})
     is_causal = causal != masked and causal in (config.architectures or [])
-    if not has_own and (masked is None or is_causal):
-        return t.AutoModelForCausalLM
-    return t.AutoModelForMaskedLM
+    is_masked = has_own or (masked is not None and not is_causal)
+    return t.AutoModelForMaskedLM if is_masked else t.AutoModelForCausalLM
 
 
 def write_folder(
@@ -304,7 +286,10 @@ def write_folder(
 
     target, inner = Path(folder), unwrapped(model)
     if inner is not model:
-        _check_adapters(model)
+        names, base = list(model.peft_config), model.active_peft_config.base_model_name_or_path
+        if names != ["default"] or not base:
+            what = "one adapter, named 'default', of a base model with a path or a name on the Hub"
+            raise ValueError(f"expected {what}, got {', '.join(names)} of {base!r}")
     target.mkdir(parents=True, exist_ok=True)
     for stale in (SETTINGS, LINEAR, *STALE):
         (target / stale).unlink(missing_ok=True)
@@ -312,17 +297,14 @@ def write_folder(
     tokenizer.save_pretrained(target)
     if settings.get("importance") == "linear":
         torch.save({x: tensors[f"importance.{x}"] for x in ("weight", "bias")}, target / LINEAR)
-
-    prompts, limit = settings.pop("prompts") or {}, settings["max_active_dims"]
-    if limit is None and settings["budgets"]:
-        limit = int(max(settings["budgets"]))
-    said = {"model_type": "SparseEncoder", "prompts": prompts, "max_active_dims": limit}
-    _write_json(target / ENCODER, said)
-    if _auto_class(inner.config).__name__.endswith("CausalLM") or any(
-        settings[key] != value for key, value in PLAIN.items()
-    ):  # without an entry they would build another model
-        theirs = "it has no modules for this encoder"
-        _write_entries(target, {"": f"{__name__}.{UnsupportedEncoder.__name__}"})
+    asked = [number for number, pair in settings["budgets"].items() if pair[0] is not None]
+    limit = settings["max_active_dims"] or int(max(asked, default=0)) or None
+    said = {"model_type": "SparseEncoder", "prompts": settings.pop("prompts") or {}}
+    _write_json(target / ENCODER, said | {"max_active_dims": limit})
+    is_plain = not tensors and all(settings[key] == value for key, value in PLAIN.items())
+    if not is_plain or _auto_class(inner.config).__name__.endswith("CausalLM"):
+        theirs = "it has no modules for this encoder"  # without an entry they would build another
+        _write_entries(target, {"": f"sparse_losses.{OWN_KIND}"})
     else:
         theirs = f'`SparseEncoder("{target.resolve().name}")`'
         pooling = {"pooling_strategy": "max", "activation_function": settings["activation"]}
@@ -330,10 +312,9 @@ def write_folder(
         _write_json(target / TRANSFORMER, {"max_seq_length": settings["max_length"]})
         kinds = {"": "MLMTransformer", "1_SpladePooling": "SpladePooling"}
         _write_entries(target, {path: f"{THEIRS}.{kind}" for path, kind in kinds.items()})
-        cuts = [key for key in CUTS if settings[key] is not None]
-        if cuts:
+        if cuts := ", ".join(name for key, name in CUTS.items() if settings[key]):
             kept = "all active dimensions" if limit is None else f"the {limit} largest"
-            less = f"does not apply {', '.join(cuts)}, and keeps {kept}"
+            less = f"does not apply {cuts}, and keeps {kept}"
             theirs += f", which {less}"
             warnings.warn(f"sentence-transformers {less} of {target}", stacklevel=3)
     card = target / "README.md"
@@ -350,16 +331,6 @@ def _card(name: str, model: Any, theirs: str) -> str:
         base = "# its name on the Hub"
     library = "sentence-transformers" if theirs.startswith("`") else "transformers"
     return CARD.format(library=library, base=base, name=name, kind=kind, theirs=theirs, own=OWN)
-
-
-def _check_adapters(model: Any) -> None:
-    """Raise for adapters that would be saved without what loads them."""
-    if list(model.peft_config) != ["default"]:
-        names = ", ".join(model.peft_config)
-        raise ValueError(f"expected one adapter, named 'default', to save, got {names}")
-    if not model.active_peft_config.base_model_name_or_path:
-        why = "which adapters are saved with: save it, load it, and add adapters then"
-        raise ValueError(f"expected a base model with a path or a name on the Hub, {why}")
 
 
 def _write_json(path: Path, content: object) -> None:

@@ -18,7 +18,7 @@ from sparse_losses.representation.folder import ENCODER, Folder, named_damage, w
 
 KIND = "SparseStaticEmbedding"  # the module of sentence-transformers
 PLACE = f"query_0_{KIND}"  # its folder, as sentence-transformers names it
-QUERY = {"truncation": True, "add_special_tokens": False}  # how it tokenizes
+QUERY: dict[str, Any] = {"truncation": True, "add_special_tokens": False}  # how it tokenizes
 
 
 class StaticQueryEncoder(nn.Module):
@@ -83,8 +83,11 @@ class StaticQueryEncoder(nn.Module):
         return torch.where(occurs, self.weight.to(compute_dtype(weight=self.weight)), 0.0)
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``attention_mask`` ``[B, S]``, without special tokens."""
-        return encoding.token_ids(self.tokenizer, texts, self.weight.device, **QUERY)
+        """Return ``input_ids`` and ``attention_mask`` ``[B, S]``, without special tokens.
+
+        The prompt of a loaded folder is put before the texts.
+        """
+        return encoding.token_ids(self.tokenizer, texts, self.weight.device, self.prompt, **QUERY)
 
     def encode_query(
         self, texts: Sequence[str], *, output: Literal["csr", "dense", "tokens"] = "csr"
@@ -93,15 +96,16 @@ class StaticQueryEncoder(nn.Module):
         encoding.check_texts(texts)
         check_choice("output", output, ("csr", "dense", "tokens"))
         # Not by `forward`: its [B, V] costs more than all else.
-        queries = [self.prompt + text for text in texts]  # the prompt of a loaded folder
-        rows = self.tokenizer(queries, **QUERY)["input_ids"] if texts else []
-        special = set(self.tokenizer.all_special_ids)
-        weight, vectors = self.weight.detach().float().cpu(), []
-        for row in rows:
-            ids = torch.tensor(sorted(set(row) - special), dtype=torch.int64, device="cpu")
-            ids = ids[weight[ids] != 0]
-            vectors.append((ids, weight[ids]))
-        return encoding.collected(vectors, output, self.tokenizer, self.vocab_size)
+        queries = [self.prompt + text for text in texts]
+        found = self.tokenizer(queries, **QUERY)["input_ids"] if texts else []
+        special, weight = set(self.tokenizer.all_special_ids), self.weight.detach().float().cpu()
+        sets = [sorted(set(row) - special) for row in found]
+        pairs = [(i, token) for i, row in enumerate(sets) for token in row]
+        rows, ids = torch.tensor(pairs, dtype=torch.int64, device="cpu").reshape(-1, 2).T
+        kept = weight[ids] != 0
+        entries = rows[kept], ids[kept], weight[ids][kept]
+        shape = len(texts), self.vocab_size
+        return encoding.collected([entries], shape, output, self.tokenizer)
 
     @classmethod
     def from_pretrained(

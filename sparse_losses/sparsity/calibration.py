@@ -4,7 +4,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from sparse_losses.representation._language_model import evaluating
 from sparse_losses.representation.encoding import batches, check_texts
 from sparse_losses.representation.parts import SIDES
 from sparse_losses.sparsity.entries import Entries, products_limit
-from sparse_losses.sparsity.models import Adapter, Budgets, Limits, adapter_of
+from sparse_losses.sparsity.models import Adapter, Budgets, Limits, adapter_of, default
 
 START = 256  # dimensions of a start that the warning names, or a sixteenth of a small vocabulary
 
@@ -42,7 +42,7 @@ class Calibration(NamedTuple):
             ``empty_queries``.
         after: the same of what is left.
         shift: the number that was subtracted from the bias.
-        budgets: both thresholds for each number of active dimensions.
+        budgets: both thresholds by a document's number of active dimensions, asked or measured.
 
     Examples:
         >>> from sparse_losses import Calibration
@@ -194,15 +194,17 @@ def calibrate(
     check_choice("method", method, ("prune", "shift"))
     check_integer("keep_at_least", keep_at_least, minimum=0)
     is_shift = method == "shift"
-    sides: list[Entries] = []
     kept, lowest = (0, -math.inf) if is_shift else (keep_at_least, 0.0)
+    sides: list[Entries] = []
     with contextlib.ExitStack() as stack, torch.no_grad():
         of = adapter_of(model, is_shift, stack)
         targets = _targets(of, is_shift, kept, target_active, query_target, target_products)
         if queries is None and (query_target is not None or target_products is not None):
             raise ValueError("expected `queries` for `query_target` or `target_products`, got None")
+        if is_shift and of.bias() is None:
+            raise ValueError("expected a projection with a bias to shift, got none")
         stack.enter_context(evaluating(model))
-        for i, data in enumerate((documents, queries)[: 1 if queries is None else 2]):
+        for i, data in enumerate([documents] if queries is None else [documents, queries]):
             wanted = math.inf
             if of.takes_texts:
                 check_texts(data)
@@ -220,24 +222,25 @@ def calibrate(
             stacklevel=2,
         )
     one = None if target_products is None else products_limit(sides, target_products)
-    limits: Limits
-    thresholds: Limits
-    budgets: Budgets = {}
-    shift = None
+    shift, budgets, limits = None, Budgets(), default({})
     if is_shift:
         shift = sides[0].limit(targets[0][0] or 0.0) if one is None else one
         for module in model.modules():  # FSDP2 would drop what is changed in whole parameters
             getattr(module, "reshard", lambda: None)()
         with torch.no_grad():
-            of.bias().sub_(shift)
-        limits, thresholds = (shift, shift), (None, None)
+            cast(Tensor, of.bias()).sub_(shift)
+        limits = shift, shift
     else:
-        found = [_pruned(sides, pair, one, of) for pair in targets]
-        budgets = {pair[0]: each[1] for pair, each in zip(targets, found, strict=True) if pair[0]}
-        limits, thresholds = found[max(range(len(found)), key=lambda i: targets[i][0] or 0.0)]
-    of.prune(thresholds, keep_at_least, budgets)
+        for pair in sorted(targets, key=lambda pair: pair[0] or 0.0):  # the largest is the last
+            limits, thresholds = _pruned(sides, pair, one, of)
+            if pair[0] is not None:
+                budgets[pair[0]] = thresholds
     after = _sparsity(sides, limits)
-    result = Calibration(*thresholds, before, after, shift, budgets)
+    if not (is_shift or budgets):  # no number of documents' dimensions was named
+        budgets = {x: (own[0], thresholds[1]) for x, own in of.budgets.items() if one is None}
+        budgets = budgets or {after.document_active: thresholds}
+    of.prune(budgets, keep_at_least)
+    result = Calibration(*default(budgets), before, after, shift, budgets)
     if verbose:
         print(result)
         if not is_shift and of.takes_texts and not of.takes_several:
@@ -258,7 +261,7 @@ def _pruned(
     sides: Sequence[Entries], targets: Limits, one: float | None, of: Adapter
 ) -> tuple[Limits, Limits]:
     """Return the limits of the weights of both sides, and their thresholds, of the logits."""
-    limits, thresholds = [one, one], list(of.thresholds)
+    limits, thresholds = [one, one], list(default(of.budgets))
     for i, side in enumerate(sides):
         if (target := targets[i]) is not None:
             limits[i] = side.limit(target)
@@ -291,8 +294,6 @@ def _targets(
     others = list(queries) if isinstance(queries, (list, tuple)) else [queries] * len(numbers)
     if len(numbers) > 1 and (is_shift or not of.takes_several):
         raise ValueError("expected one `target_active`: only pruning a SpladeEncoder takes several")
-    if not numbers:
-        raise ValueError("expected at least one `target_active`, got an empty list")
     if len(others) != len(numbers):
         raise ValueError(f"expected a `query_target` for each of {documents}, got {queries}")
     if is_shift and queries is not None:
@@ -303,7 +304,7 @@ def _targets(
                 _check_number(name, value, of.vocab_size, keep)
                 values[i] = int(value) if value == int(value) else float(value)  # not NumPy's
     given = [x for x in (*numbers, *others, products) if x is not None]
-    if not given or (products is not None and len(given) > 1):
+    if not (numbers and given) or (products is not None and len(given) > 1):
         raise ValueError(f"expected active dimensions or `target_products`, got {given}")
     if products is not None:
         check_number("target_products", products, minimum=0.0, exclusive=True)

@@ -3,14 +3,14 @@
 import contextlib
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.activation import pruned_weights
-from sparse_losses.representation._language_model import projection_of, unwrapped
+from sparse_losses.representation import parts
+from sparse_losses.representation._language_model import projection_of
 from sparse_losses.representation.head import SpladeHead
 from sparse_losses.representation.pooling import splade_pool
 
@@ -25,14 +25,18 @@ class Adapter(NamedTuple):
     takes_several: bool  # numbers of active dimensions
     activation: str
     vocab_size: int
-    thresholds: Limits
-    read: Callable[[Any, str], Tensor]  # a batch and its side to what is counted, [B, V]
-    prune: Callable[[Limits, int, Budgets], None]
-    bias: Callable[[], Tensor]
+    budgets: Budgets  # that it has, the largest number's by default
+    read: Callable[[Any, Any], Tensor]  # a batch and its side to what is counted, [B, V]
+    prune: Callable[[Budgets, int], None]
+    bias: Callable[[], Tensor | None]
 
 
 def adapter_of(model: Any, signed: bool, stack: contextlib.ExitStack) -> Adapter:
-    """Return what reads activations, or if ``signed`` the projection's outputs, unpruned."""
+    """Return what reads activations, or if ``signed`` the projection's outputs, unpruned.
+
+    Scale, soft cap and gate keep the sign of these outputs, to which the bias is added before.
+    Those that no position gave are -inf.
+    """
     if isinstance(model, SpladeHead):
         return _of_head(model, signed, stack)
     if hasattr(model, "budgets"):  # a SpladeEncoder, which itself imports this module
@@ -40,163 +44,144 @@ def adapter_of(model: Any, signed: bool, stack: contextlib.ExitStack) -> Adapter
     return _of_sparse_encoder(model, signed, stack)
 
 
-def _hold(stack: contextlib.ExitStack, owner: Any, **values: Any) -> None:
-    """Set attributes until the stack closes."""
-    for name, value in values.items():
-        stack.callback(setattr, owner, name, getattr(owner, name))
-        setattr(owner, name, value)
+def default(budgets: Budgets) -> Limits:
+    """Return the thresholds that are used by default."""
+    return budgets[max(budgets)] if budgets else (None, None)
 
 
-def _present(logits: Tensor) -> Tensor:
-    """Return logits with -inf in place of those that no position gave."""
-    return torch.where(logits == 0, -torch.inf, logits)
+def _hold(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until the stack closes."""
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def _outputs(head: Any, batch: Any, output: object = None) -> Tensor:
+    """Return the outputs of a head's projection; as a hook, in place of its vectors."""
+    plain = copy.copy(head)
+    plain.softcap, plain.logit_scale, plain.awaits_scale = None, 1.0, True
+    logits: Any = plain.forward(*batch, return_logits=True, layout=torch.strided)[1]
+    return _present(logits, *batch[1:])
+
+
+def _present(logits: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """Return logits with -inf for texts without positions."""
+    if attention_mask is None:
+        return logits
+    return torch.where(attention_mask.bool().any(1, keepdim=True), logits, -torch.inf)
 
 
 def _of_encoder(encoder: Any, signed: bool, stack: contextlib.ExitStack) -> Adapter:
-    thresholds = (encoder.document_threshold, encoder.query_threshold)
-    idf, absent = encoder.idf_weights, -torch.inf if signed else 0.0
-    if signed:  # the bias is added before all of these
-        _hold(stack, encoder, gate=None)
-        if encoder.expansion:
-            _hold(stack, encoder.head, softcap=None, logit_scale=1.0, awaits_scale=True)
+    idf, size = encoder.idf_weights, encoder.vocab_size
+    if signed and encoder.expansion:
+        stack.callback(encoder.head.register_forward_hook(_outputs).remove)
 
     def read(texts: Any, side: Any) -> Tensor:
         batch = encoder.tokenize(texts, side=side)
-        x: Any = encoder(**batch, apply_idf=False, return_logits=signed)
-        x = _present(x[1]) if signed else x
-        return x if idf is None else torch.where(idf > 0, x, absent)
+        if signed and not encoder.expansion:
+            of_texts = encoder._hidden(**batch), batch["input_ids"], encoder._pooled(**batch)
+            x = parts.token_logits(encoder.importance, *of_texts, size, absent=-torch.inf)
+        else:
+            x = encoder(**batch, apply_idf=False)
+        return x if idf is None else torch.where(idf > 0, x, -torch.inf if signed else 0.0)
 
-    def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
-        if not budgets and pair[0] == encoder.document_threshold:  # new for queries alone
-            budgets = {number: (held[0], pair[1]) for number, held in encoder.budgets.items()}
-        encoder.document_threshold, encoder.query_threshold = pair
-        encoder.keep_at_least, encoder.budgets = keep_at_least, budgets
-        if pair != (None, None):
+    def prune(budgets: Budgets, keep_at_least: int) -> None:
+        encoder.budgets, encoder.keep_at_least = budgets, keep_at_least
+        if budgets:
             encoder.max_active_dims = None
 
     def bias() -> Any:
         if encoder.expansion:
-            return _bias_of(encoder.model)
+            return projection_of(encoder.model).bias
         *_, last = encoder.importance.modules()  # it may be this one layer
         return last.bias
 
-    activation, size = str(encoder.activation), encoder.vocab_size
-    return Adapter(True, True, activation, size, thresholds, read, prune, bias)
+    return Adapter(True, True, encoder.activation, size, encoder.budgets, read, prune, bias)
 
 
 def _of_head(head: SpladeHead, signed: bool, stack: contextlib.ExitStack) -> Adapter:
-    held = head.threshold if isinstance(head.threshold, float) else None
-    _hold(stack, head, threshold=None)
-    if signed:
-        _hold(stack, head, softcap=None, logit_scale=1.0, awaits_scale=True)
+    held: Budgets = {0.0: (head.threshold, None)} if isinstance(head.threshold, float) else {}
+    _hold(stack, head, "threshold", None)
 
-    def read(batch: Any, side: str) -> Tensor:
+    def read(batch: Any, side: str) -> Any:
         if not isinstance(batch, (tuple, list)):
             got = type(batch).__name__
             raise TypeError(f"expected a list of pairs (hidden, attention_mask), got one {got}")
-        hidden, attention_mask = batch
-        x: Any = head(hidden, attention_mask, return_logits=signed, layout=torch.strided)
-        return _present(x[1]) if signed else x
+        return _outputs(head, batch) if signed else head(*batch, layout=torch.strided)
 
-    def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
+    def prune(budgets: Budgets, keep_at_least: int) -> None:
         if isinstance(head.threshold, Tensor):  # a buffer, which cannot become a number
             del head.threshold
-        head.threshold, head.keep_at_least = pair[0], keep_at_least
+        head.threshold, head.keep_at_least = default(budgets)[0], keep_at_least
 
-    def bias() -> Tensor:
-        if head.bias is None:
-            raise ValueError("expected a head with a bias to shift, got one without")
-        return head.bias
-
-    activation, size = str(head.activation), len(head.weight)
-    return Adapter(False, False, activation, size, (held, None), read, prune, bias)
+    own = str(head.activation), len(head.weight), held
+    return Adapter(False, False, *own, read, prune, lambda: head.bias)
 
 
 class _Pruning:
     """The hook that prunes what a ``SparseEncoder`` gives in evaluation mode."""
 
-    thresholds: Limits = (None, None)
     keep_at_least = 1
 
     def __init__(self, activation: str) -> None:
-        self.activation = activation
+        self.activation, self.budgets = activation, Budgets()
 
     def __call__(self, model: Any, args: Any, options: Any, output: Any) -> None:
-        threshold = self.thresholds[options.get("task") == "query"]
+        threshold = default(self.budgets)[options.get("task") == "query"]
         if threshold is not None and not model.training:
-            output["sentence_embedding"] = pruned_weights(
-                output["sentence_embedding"],
-                threshold,
-                self.keep_at_least,
-                activation=self.activation,
-            )
+            whole, least = output["sentence_embedding"], self.keep_at_least
+            kept = pruned_weights(whole, threshold, least, activation=self.activation)
+            output["sentence_embedding"] = kept
 
 
 def _of_sparse_encoder(model: Any, signed: bool, stack: contextlib.ExitStack) -> Adapter:
     """With ``use_splade_head``, which puts a function with the head in a pooling, or without it."""
-    transformer, pooling = _document_modules(model)
-    language_model, activation = unwrapped(transformer.auto_model), pooling.activation_function
-    poolings = [module for module in model.modules() if type(module) is type(pooling)]
-    patched = [x for module in poolings if (x := vars(module).get("forward")) is not None]
-    heads, seen = [function.args[-1] for function in patched], []
-    hooks = list(model._forward_hooks.values())
-    pruning = next((hook for hook in hooks if isinstance(hook, _Pruning)), None)
-    if pruning is None:
-        pruning = _Pruning(activation)
+    modules = {side: _modules(model, side) for side in parts.SIDES}
+    kinds = [type(module).__name__ for module in modules["document"]]
+    if not hasattr(model, "encode_document") or kinds[1:2] != ["SpladePooling"]:
+        raise TypeError(
+            "expected a SpladeEncoder, a SpladeHead, or a SparseEncoder of a transformer and "
+            f"SpladePooling, got {type(model).__name__} of {', '.join(kinds) or 'no modules'}"
+        )
+    language_model, pooling = modules["document"][0].auto_model, modules["document"][1]
+    hooks = [hook for hook in model._forward_hooks.values() if isinstance(hook, _Pruning)]
+    pruning = hooks[0] if hooks else _Pruning(pooling.activation_function)
+    if not hooks:
         model.register_forward_hook(pruning, with_kwargs=True)
-    pruning.activation, thresholds = activation, pruning.thresholds
-    _hold(stack, pruning, thresholds=(None, None))
-    _hold(stack, model, max_active_dims=None)
+    held = pruning.budgets
+    _hold(stack, pruning, "budgets", {})
+    _hold(stack, model, "max_active_dims", None)
 
-    def look_at_head(head: Any, args: Any, output: Any) -> None:
-        plain = copy.copy(head)
-        plain.softcap, plain.logit_scale = None, 1.0
-        seen.append(plain.forward(*args, return_logits=True)[1])
+    def show_outputs(pooling: Any, args: Any, output: Any) -> None:
+        logits, mask = args[0]["token_embeddings"], args[0].get("attention_mask")
+        pooled: Any = splade_pool(logits, mask, return_logits=True)
+        output["sentence_embedding"] = _present(pooled[1], mask)
 
-    def look_at_pooling(pooling: Any, args: Any, output: Any) -> None:
-        states, mask = args[0]["token_embeddings"], args[0].get("attention_mask")
-        seen.append(splade_pool(states, mask, return_logits=True)[1])
-
-    if signed:
-        for module in heads or poolings:
-            hook = look_at_head if heads else look_at_pooling
-            stack.callback(module.register_forward_hook(hook).remove)
+    for module in model.modules():
+        if signed and type(module) is type(pooling):
+            function = vars(module).get("forward")
+            hooked, hook = (function.args[-1], _outputs) if function else (module, show_outputs)
+            stack.callback(hooked.register_forward_hook(hook).remove)
 
     def read(texts: Any, side: str) -> Tensor:
         options = {"show_progress_bar": False, "convert_to_sparse_tensor": False}
         x: Tensor = getattr(model, f"encode_{side}")(texts, batch_size=len(texts), **options)
         if not signed:
             return x.relu()  # static queries may have negative weights, which pruning takes
-        return _present(seen.pop()) if seen else torch.where(x > 0, torch.inf, -torch.inf)
+        if type(modules[side][-1]) is type(pooling):
+            return x
+        return torch.where(x > 0, torch.inf, -torch.inf)  # these no bias changes
 
-    def prune(pair: Limits, keep_at_least: int, budgets: Budgets) -> None:
-        pruning.thresholds, pruning.keep_at_least = pair, keep_at_least
-        if pair != (None, None):
+    def prune(budgets: Budgets, keep_at_least: int) -> None:
+        pruning.budgets, pruning.keep_at_least = budgets, keep_at_least
+        if budgets:
             model.max_active_dims = None
 
-    size = len(projection_of(language_model).weight)
-    bias = partial(_bias_of, language_model)
-    return Adapter(True, False, activation, size, thresholds, read, prune, bias)
+    own = pruning.activation, len(projection_of(language_model).weight), held
+    return Adapter(True, False, *own, read, prune, lambda: projection_of(language_model).bias)
 
 
-def _document_modules(model: Any) -> tuple[Any, Any]:
-    """Return transformer and pooling of a ``SparseEncoder``, of a ``Router`` for its documents."""
-    modules: list[Any] = list(model) if isinstance(model, nn.Sequential) else []
-    if modules and "document" in getattr(modules[0], "sub_modules", ()):  # of a Router
-        modules = list(modules[0].sub_modules["document"])
-    kinds = [type(module).__name__ for module in modules]
-    if not hasattr(model, "encode_document") or kinds[1:2] != ["SpladePooling"]:
-        raise TypeError(
-            "expected a SpladeEncoder, a SpladeHead, or a SparseEncoder of a transformer and "
-            f"SpladePooling, got {type(model).__name__} of {', '.join(kinds) or 'no modules'}"
-        )
-    return modules[0], modules[1]
-
-
-def _bias_of(model: Any) -> Tensor:
-    """Return the bias of the vocabulary projection."""
-    bias: Tensor | None = projection_of(model).bias
-    if bias is None:
-        kind = type(unwrapped(model)).__name__
-        raise ValueError(f"expected output embeddings with a bias to shift, got none in {kind}")
-    return bias
+def _modules(model: Any, side: str) -> list[Any]:
+    """Return the modules of a ``SparseEncoder``, of a ``Router`` those for one side."""
+    modules = list(model) if isinstance(model, nn.Sequential) else []
+    routes = getattr(modules[0], "sub_modules", {}) if modules else {}
+    return list(routes[side]) if side in routes else modules

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 from typing import Any, Literal, Self
 
@@ -144,27 +145,21 @@ class DocumentFrequency:
             archive = np.load(file, allow_pickle=False)
             if archive.zip.testzip() is not None:
                 raise ValueError("its checksum is wrong")
-            counter = cls._of_arrays(**archive)
+            numbers = {name: archive[name].item() for name in NUMBERS if name in archive}
+            for name, number in numbers.items():
+                check_integer(name, number, minimum=0)
+            counter = cls(numbers["vocab_size"])
+            counter.tokenizer_sha256 = str(archive["tokenizer_sha256"]) or None
+            counter.num_documents = numbers["num_documents"]
+            counter.num_tokens = numbers.get("num_tokens")  # old files have none
+            df = counter.df = torch.from_numpy(archive["df"])
+            if df.dtype != torch.int64 or df.shape != (counter.vocab_size,):
+                raise ValueError(f"its `df` is of {df.dtype} {list(df.shape)}")
+            most = math.inf if counter.num_tokens is None else counter.num_tokens
+            if df.min() < 0 or df.max() > counter.num_documents or df.sum() > most:
+                raise ValueError(f"its `df` is not of {counter.num_documents} documents")
         if sha256 not in (None, had := counter.tokenizer_sha256):
             raise ValueError(f"expected {path} to have tokenizer_sha256 = {sha256!r}, got {had!r}")
-        return counter
-
-    @classmethod
-    def _of_arrays(
-        cls, *, df: Any, vocab_size: Any, num_documents: Any, num_tokens: Any = None, **others: Any
-    ) -> Self:
-        """Make a counter of the arrays of a file; an old one has no ``num_tokens``."""
-        sha256, numbers = others.pop("tokenizer_sha256"), [vocab_size, num_documents]
-        numbers += [] if num_tokens is None else [num_tokens]
-        kinds = [x.dtype.kind + str(x.ndim) for x in (df, sha256, *numbers)]
-        if others or kinds != ["i1", "U0", *["i0"] * len(numbers)] or len(df) != vocab_size:
-            raise ValueError("its arrays are not those of `save`")
-        counter = cls(vocab_size.item(), tokenizer_sha256=sha256.item() or None)
-        counter.df, counter.num_documents = torch.from_numpy(df).long(), num_documents.item()
-        counter.num_tokens = None if num_tokens is None else num_tokens.item()
-        most = np.inf if num_tokens is None else counter.num_tokens
-        if df.min() < 0 or df.max() > num_documents or df.sum() > most:
-            raise ValueError(f"its `df` is not of {num_documents} documents")
         return counter
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from sparse_losses import SpladeEncoder
 from sparse_losses.functional import info_nce_loss, splade_pool
-from tests.representation.tiny_models import with_lora
+from tests.representation.tiny_models import dense, load_theirs, reloaded, with_lora
 
 
 def folder(variable):
@@ -54,45 +54,40 @@ def expected(encoder):
     return torch.stack(rows)
 
 
+near = functools.partial(torch.testing.assert_close, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 def test_vectors_are_those_of_transformers(encoder, expected, batch_size, padding_side):
     encoder.tokenizer.padding_side = padding_side
-    vectors = encoder.encode(TEXTS, output="dense", batch_size=batch_size)
-    torch.testing.assert_close(vectors, expected, atol=2e-5, rtol=1e-4)
-    assert not vectors.isnan().any()
+    vectors = dense(encoder, TEXTS, batch_size=batch_size)
+    near(vectors, expected)
     assert (vectors > 0).any(1).all()
 
 
 def test_outputs_agree(encoder, expected):
-    csr, named = encoder.encode(TEXTS), encoder.encode(TEXTS, output="tokens")
-    assert torch.equal(csr.to_dense(), encoder.encode(TEXTS, output="dense"))
-    for row, tokens in zip(expected, named, strict=True):
+    assert torch.equal(encoder.encode(TEXTS).to_dense(), dense(encoder, TEXTS))
+    for row, tokens in zip(expected, encoder.encode(TEXTS, output="tokens"), strict=True):
         ids = encoder.tokenizer.convert_tokens_to_ids(list(tokens))
-        weights = torch.tensor(list(tokens.values()))
         assert len(ids) == (row > 0).sum()
-        torch.testing.assert_close(weights, row[ids], atol=2e-5, rtol=1e-4)
+        near(torch.tensor(list(tokens.values())), row[ids])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_other_dtypes_stay_near(expected, dtype):
     encoder = SpladeEncoder.from_pretrained(folder("SPLADE_TINY"), dtype=dtype)
-    vectors = encoder.encode(TEXTS, output="dense")
+    vectors = dense(encoder, TEXTS)
     rounding = {torch.float64: 2e-5, torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
     assert (vectors - expected).abs().max() < rounding
 
 
 def test_sentence_transformers_agrees_before_and_after_saving(encoder, expected, tmp_path):
-    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
     encoder.save_pretrained(tmp_path / "ours")
-    SparseEncoder(folder("SPLADE_TINY"), device="cpu").save_pretrained(str(tmp_path / "theirs"))
+    load_theirs(folder("SPLADE_TINY")).save_pretrained(str(tmp_path / "theirs"))
     for name in ("ours", "theirs"):
-        theirs = SparseEncoder(str(tmp_path / name), device="cpu")
-        vectors = theirs.encode(TEXTS, convert_to_sparse_tensor=False)
-        torch.testing.assert_close(vectors, expected, atol=2e-5, rtol=1e-4)
-        again = SpladeEncoder.from_pretrained(tmp_path / name)
-        ours = again.encode(TEXTS, output="dense")
-        torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
+        near(load_theirs(tmp_path / name).encode(TEXTS, convert_to_sparse_tensor=False), expected)
+        near(dense(SpladeEncoder.from_pretrained(tmp_path / name), TEXTS), expected)
 
 
 def test_gradients_are_those_of_the_models_logits(encoder):
@@ -112,8 +107,7 @@ def test_dense_model_is_refused_and_encodes_without_expansion():
         SpladeEncoder.from_pretrained(folder("MINILM"))
     words = AutoTokenizer.from_pretrained(folder("MINILM"))
     encoder = SpladeEncoder(AutoModel.from_pretrained(folder("MINILM")), words, expansion=False)
-    vectors = encoder.eval().encode(TEXTS, output="dense")
-    for row, text in zip(vectors, TEXTS, strict=True):
+    for row, text in zip(dense(encoder.eval(), TEXTS), TEXTS, strict=True):
         ids = words(text, truncation=True, max_length=encoder.max_length)["input_ids"]
         assert set(row.nonzero()[:, 0].tolist()) <= set(ids) - set(words.all_special_ids)
 
@@ -122,14 +116,11 @@ def test_dense_model_becomes_a_sparse_one(tmp_path):
     encoder = SpladeEncoder.from_dense(folder("MINILM"), TEXTS[:100], start_active=128)
     assert len(encoder.encode(TEXTS[:100]).values()) / 100 == pytest.approx(128, rel=0.02)
     pairs = ("a doctor treats patients", "physicians in hospitals"), ("bake bread", "an oven")
-    x, y = (encoder.encode(side, output="dense") for side in zip(*pairs, strict=True))
+    x, y = (dense(encoder, side) for side in zip(*pairs, strict=True))
     assert ((x @ y.T).argmax(1) == torch.arange(2)).all(), "it ranks without training"
     encoder.save_pretrained(tmp_path)
-    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
-    theirs = SparseEncoder(str(tmp_path), device="cpu")
-    found = theirs.encode(TEXTS[:50], convert_to_sparse_tensor=False)
-    expected = encoder.encode(TEXTS[:50], output="dense")
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    found = load_theirs(tmp_path).encode(TEXTS[:50], convert_to_sparse_tensor=False)
+    near(found, dense(encoder, TEXTS[:50]))
 
 
 def calm(**options):
@@ -170,13 +161,10 @@ def test_adapters_learn_and_load_and_merge(tmp_path):
         losses[-1].backward()
         optimizer.step()
     assert losses[-1] < losses[0]
-    encoder.eval().save_pretrained(tmp_path)
-    expected = encoder.encode(TEXTS, output="dense")
-    again = SpladeEncoder.from_pretrained(tmp_path)
-    torch.testing.assert_close(again.encode(TEXTS, output="dense"), expected)
+    again, expected = reloaded(encoder.eval(), tmp_path), dense(encoder, TEXTS)
+    torch.testing.assert_close(dense(again, TEXTS), expected)
     merged = SpladeEncoder(again.model.merge_and_unload(), plain.tokenizer).eval()
-    found = merged.encode(TEXTS, output="dense")
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(dense(merged, TEXTS), expected, atol=1e-4, rtol=1e-3)
 
 
 def test_pruned_and_exported_it_keeps_what_was_asked_for():
@@ -196,12 +184,11 @@ def test_pruned_and_exported_it_keeps_what_was_asked_for():
     )
     batch = encoder.tokenize(texts)
     found = program.module()(*batch.values(), side="document")
-    torch.testing.assert_close(found, encoder.encode(texts, output="dense"), atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(found, dense(encoder, texts), atol=1e-4, rtol=1e-3)
 
 
 def test_encoding_is_not_slower_than_sentence_transformers(encoder):
-    package = pytest.importorskip("sentence_transformers")
-    theirs = package.SparseEncoder(folder("SPLADE_TINY"), device="cpu")
+    theirs = load_theirs(folder("SPLADE_TINY"))
 
     def seconds(encode):
         before = time.process_time()

@@ -10,8 +10,10 @@ from tests.representation.tiny_models import (
     SIZES,
     TEXTS,
     causal_lm,
+    load_theirs,
     masked_lm,
     pair,
+    reloaded,
     tokenizer,
 )
 
@@ -61,15 +63,22 @@ def test_logits_are_products_with_word_embeddings_and_all_load_them(architecture
     assert not encoder.training
     words = encoder.model.get_input_embeddings().weight
     assert encoder.head.weight is words
-    encoder.save_pretrained(tmp_path / "saved")
     dense = encoder.encode(LONG, output="dense")
-    again = SpladeEncoder.from_pretrained(tmp_path / "saved")
+    again = reloaded(encoder, tmp_path / "saved")
     torch.testing.assert_close(again.encode(LONG, output="dense"), dense)
     theirs = AutoModelForMaskedLM.from_pretrained(tmp_path / "saved").eval()
     torch.testing.assert_close(theirs(**batch).logits, encoder.model(**batch).logits)
-    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
-    served = SparseEncoder(str(tmp_path / "saved"), device="cpu")
+    served = load_theirs(tmp_path / "saved")
     torch.testing.assert_close(served.encode(LONG, convert_to_sparse_tensor=False), dense)
+
+
+@pytest.mark.parametrize("texts", [LONG[:1], LONG[:1] * 3, LONG[:2]], ids=len)
+@pytest.mark.parametrize("number", [12, 100])
+def test_few_texts_have_the_number_too(texts, number, tmp_path):
+    """The mean of one text is the text: without it all logits would be 0."""
+    folder = dense_folder("bert", tmp_path)
+    encoder = SpladeEncoder.from_dense(folder, texts, start_active=number)
+    assert len(encoder.encode(texts).values()) / len(texts) == pytest.approx(number, abs=0.5)
 
 
 def test_folder_of_sentence_transformers_says_lengths_and_prompts(tmp_path):

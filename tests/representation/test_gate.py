@@ -5,17 +5,12 @@ from sparse_losses import ContextGate
 B, S, H, V = 3, 6, 8, 50
 
 
-def _gate(**options):
+def problem():
     torch.manual_seed(0)
-    return ContextGate(H, V, gate_hidden=16, num_heads=2, **options).double().eval()
-
-
-def _hidden():
-    hidden = torch.randn(B, S, H, dtype=torch.float64)
+    gate = ContextGate(H, V, gate_hidden=16, num_heads=2).double().eval()
     mask = torch.ones(B, S, dtype=torch.int64)
-    mask[0, 4:] = 0
-    mask[1, 1:] = 0
-    return hidden, mask
+    mask[0, 4:] = mask[1, 1:] = 0
+    return gate, torch.randn(B, S, H, dtype=torch.float64), mask
 
 
 def gate_with_loops(gate, hidden, mask):
@@ -42,15 +37,14 @@ def gate_with_loops(gate, hidden, mask):
 
 
 def test_gate_is_its_formula():
-    gate, (hidden, mask) = _gate(), _hidden()
+    gate, hidden, mask = problem()
     torch.testing.assert_close(gate(hidden, mask), gate_with_loops(gate, hidden, mask))
-    torch.testing.assert_close(
-        gate(hidden), gate_with_loops(gate, hidden, torch.ones(B, S, dtype=torch.int64))
-    )
+    everything = torch.ones_like(mask)
+    torch.testing.assert_close(gate(hidden), gate_with_loops(gate, hidden, everything))
 
 
 def test_masked_states_are_ignored_with_their_nan():
-    gate, (hidden, mask) = _gate(), _hidden()
+    gate, hidden, mask = problem()
     expected = gate(hidden, mask)
     hidden[0, 5] = torch.nan
     hidden.requires_grad_()
@@ -62,7 +56,7 @@ def test_masked_states_are_ignored_with_their_nan():
 
 
 def test_text_without_tokens_has_a_gate_and_no_gradient():
-    gate, (hidden, mask) = _gate(), _hidden()
+    gate, hidden, mask = problem()
     mask[2] = 0
     gate(hidden.requires_grad_(), mask)[2].sum().backward()
     assert not hidden.grad.any()

@@ -60,10 +60,8 @@ def test_head_shares_the_parameters_and_leaves_the_model_alone(architecture):
 
 def test_product_that_a_layer_computes_itself_is_found():
     """DeBERTa's trained head multiplies with the word embeddings, and names another layer."""
-    model, batch = (
-        DebertaV2ForMaskedLM(DebertaV2Config(vocab_size=V, **SIZES, legacy=False)),
-        inputs(),
-    )
+    model = DebertaV2ForMaskedLM(DebertaV2Config(vocab_size=V, **SIZES, legacy=False))
+    batch = inputs()
     head, hidden = SpladeHead.from_masked_lm(model.eval()), model.base_model(**batch)[0]
     assert head.weight is model.get_input_embeddings().weight
     expected = splade_pool(model(**batch).logits, batch["attention_mask"])
@@ -99,35 +97,39 @@ def doubled():
     return model
 
 
-def changed(change):
-    model = causal_lm("llama", V)
-    model.register_forward_hook(lambda _, __, x: type(x)(logits=change(x.logits)))
-    return model
+NONE, MOBILE = "masked or causal language model", {**SIZES, "vocab_size": V, "embedding_size": 8}
 
 
-NONE, OTHER = "masked or causal language model", "its logits are not the output of its output"
-REFUSED = {
-    "no head": (lambda: BertModel(BertConfig(vocab_size=V, **SIZES)), f"{NONE}.*BertModel"),
-    "no model": (lambda: nn.Linear(2, 2), f"{NONE} of transformers.*got Linear"),
-    "two matrices": (
-        lambda: MobileBertForMaskedLM(MobileBertConfig(vocab_size=V, **SIZES, embedding_size=8)),
-        "got MobileBertForMaskedLM: .*transform=layers",
-    ),
-    "quantised": (packed, "embeddings are no matrix but a Packed"),
-    "hooked": (doubled, "give no product with its hidden states"),
-    "sigmoid": (lambda: changed(torch.sigmoid), OTHER),
-    "clamp": (lambda: changed(lambda x: x.clamp(max=50.0)), OTHER),
-    "one column": (lambda: changed(lambda x: x - nn.functional.one_hot(torch.tensor(5), V)), OTHER),
-    "sign": (lambda: changed(lambda x: -x), OTHER),
-    "parameter": (lambda: changed(lambda x: x * nn.Parameter(torch.ones(()))), OTHER),
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (lambda: BertModel(BertConfig(vocab_size=V, **SIZES)), f"{NONE}.*BertModel"),
+        (lambda: nn.Linear(2, 2), f"{NONE} of transformers.*got Linear"),
+        (lambda: MobileBertForMaskedLM(MobileBertConfig(**MOBILE)), "got Mobile.*transform=layers"),
+        (packed, "embeddings are no matrix but a Packed"),
+        (doubled, "give no product with its hidden states"),
+    ],
+)
+def test_other_models_are_refused_by_name(model, why):
+    with pytest.raises(TypeError, match=why):
+        SpladeHead.from_masked_lm(model())
+
+
+CHANGES = {
+    "sigmoid": torch.sigmoid,
+    "clamp": lambda x: x.clamp(max=50.0),
+    "one column": lambda x: x - nn.functional.one_hot(torch.tensor(5), V),
+    "sign": lambda x: -x,
+    "parameter": lambda x: x * nn.Parameter(torch.ones(())),
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_other_logits_are_refused_by_name(kind):
-    make, why = REFUSED[kind]
-    with pytest.raises(TypeError, match=why):
-        SpladeHead.from_masked_lm(make())
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_other_logits_are_refused_by_name(change):
+    model = causal_lm("llama", V)
+    model.register_forward_hook(lambda _, __, x: type(x)(logits=change(x.logits)))
+    with pytest.raises(TypeError, match="its logits are not the output of its output"):
+        SpladeHead.from_masked_lm(model)
 
 
 def test_model_with_a_nan_has_a_head():
@@ -152,9 +154,6 @@ def test_scale_and_soft_cap_are_found():
         model = causal_lm("gemma2", V, final_logit_softcapping=30.0).to(dtype)
         assert head_of(model).softcap == 30.0
 
-
-# ------------------------------------------------------------------------------------------------
-# Adapters
 
 ADAPTED = {
     "body": (["query", "q_proj"], {}),

@@ -5,6 +5,7 @@ import random
 import re
 
 import peft
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -77,24 +78,15 @@ def tokenizer(kind: str = "unigram") -> PreTrainedTokenizerFast:
     else:
         tokens = Tokenizer(models.BPE())
         tokens.pre_tokenizer = pre_tokenizers.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=300,
-            special_tokens=SPECIAL,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        tokens.train_from_iterator(CORPUS, trainer)
+        letters = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+        options = {"vocab_size": 300, "special_tokens": SPECIAL, "show_progress": False} | letters
+        tokens.train_from_iterator(CORPUS, trainers.BpeTrainer(**options))
     tokens.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 2), ("</s>", 3)]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokens,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        cls_token="<s>",
-        sep_token="</s>",
-        mask_token="<mask>",
-    )
+    special = {"pad": "<pad>", "unk": "<unk>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
+    names = {f"{name}_token": token for name, token in special.items()}
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, **names)
 
 
 KINDS = {"bert": "wordpiece", "distilbert": "wordpiece", "modernbert": "bytes"}
@@ -107,13 +99,16 @@ def masked_lm(architecture: str, vocab_size: int, **settings):
     model_class = getattr(transformers, f"{name}ForMaskedLM")
     torch.manual_seed(random.Random(architecture).randrange(1000))
     model = model_class(configuration(vocab_size=vocab_size, **{**sizes, **settings}))
+    return scattered(model)
+
+
+def scattered(model):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=0.3)
-        projection = model.get_output_embeddings()
-        if projection.bias is not None:
-            projection.bias.normal_(std=0.3)
+        if (bias := getattr(model.get_output_embeddings(), "bias", None)) is not None:
+            bias.normal_(std=0.3)
     return model.eval()
 
 
@@ -141,12 +136,8 @@ def causal_lm(kind: str, vocab_size: int, **settings):
     sizes = {**SIZES, "num_key_value_heads": 1, **IDS, **sizes, **settings}
     torch.manual_seed(random.Random(kind).randrange(1000))
     head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
-    model = getattr(transformers, f"{name}{head}")(configuration(vocab_size=vocab_size, **sizes))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.3)
-    return model.eval()
+    model_class = getattr(transformers, f"{name}{head}")
+    return scattered(model_class(configuration(vocab_size=vocab_size, **sizes)))
 
 
 def with_lora(model, targets, **options):
@@ -178,3 +169,18 @@ def make(architecture="bert", **options):
         weights[7] = 0.0
         options["idf_weights"] = weights
     return SpladeEncoder(model, words, **options).eval()
+
+
+def dense(encoder, texts=TEXTS, **options):
+    return encoder.encode(texts, output="dense", **options)
+
+
+def reloaded(encoder, folder, **options):
+    encoder.save_pretrained(folder)
+    return SpladeEncoder.from_pretrained(folder, **options)
+
+
+def load_theirs(folder, **options):
+    """Load a folder as sentence-transformers does."""
+    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
+    return SparseEncoder(str(folder), device="cpu", **options)

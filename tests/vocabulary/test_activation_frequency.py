@@ -89,11 +89,8 @@ def test_the_penalty_is_the_formula_of_df_flops(alpha, beta):
     ]
     penalty = counter.penalty(alpha=alpha, beta=beta)
     np.testing.assert_allclose(penalty, expected, rtol=2e-4, atol=1e-30)
-    assert penalty[0] == 0.0
-    assert penalty[-1] == 1.0
     assert (penalty.diff() >= 0).all()
-    if alpha == 0.1:
-        assert penalty[3].item() == pytest.approx(0.5)
+    assert alpha != 0.1 or penalty[3].item() == pytest.approx(0.5)
 
 
 def test_the_loss_of_the_paper_has_the_weight_inside_the_square():

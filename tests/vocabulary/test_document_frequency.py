@@ -39,24 +39,15 @@ def counted(*batches, **options):
 
 
 def same(one, other):
-    return (
-        torch.equal(one.df, other.df)
-        and one.num_documents == other.num_documents
-        and one.num_tokens == other.num_tokens
-    )
-
-
-@given(documents)
-def test_counts_equal_a_loop_over_documents(docs):
-    counter = counted(docs)
-    assert counter.df.tolist() == loop(docs)
-    assert counter.num_documents == len(docs)
-    assert counter.num_tokens == sum(map(len, docs))
-    assert counter.df.dtype == torch.int64
+    numbers = [(each.df.tolist(), each.num_documents, each.num_tokens) for each in (one, other)]
+    return numbers[0] == numbers[1]
 
 
 @given(documents, st.integers(1, 4), st.randoms(use_true_random=False))
-def test_streaming_or_merging_batches_in_any_order_equals_one_batch(docs, size, random):
+def test_counts_equal_a_loop_over_documents_however_they_come(docs, size, random):
+    counter = counted(docs)
+    assert counter.df.tolist() == loop(docs)
+    assert (counter.num_documents, counter.num_tokens) == (len(docs), sum(map(len, docs)))
     shuffled = random.sample(docs, len(docs))
     batches = [shuffled[i : i + size] for i in range(0, len(docs), size)]
     assert same(counted(*batches), counted(docs))
@@ -91,12 +82,12 @@ def test_merge_refuses_another_vocabulary(other, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16])
-@pytest.mark.parametrize("ids", [torch.uint8, torch.int32, torch.int64])
-def test_ids_may_be_any_integers_and_the_mask_any_zero_one_dtype(dtype, ids):
-    counter = DocumentFrequency(V)
+def test_ids_may_be_any_integers_and_the_mask_any_zero_one_dtype(dtype):
     mask = torch.tensor([[1, 1, 0], [1, 0, 1]], dtype=dtype)
-    counter.update(torch.tensor([[1, 2, 7], [2, 2, 5]], dtype=ids), mask)
-    assert counter.df.tolist() == loop([[1, 2], [2, 5]])
+    for integer in (torch.uint8, torch.int32, torch.int64):
+        counter = DocumentFrequency(V)
+        counter.update(torch.tensor([[1, 2, 7], [2, 2, 5]], dtype=integer), mask)
+        assert counter.df.tolist() == loop([[1, 2], [2, 5]])
 
 
 @pytest.mark.parametrize("bad", [V, -1, -100])
@@ -144,15 +135,11 @@ def _archive(**changes):
         {"df": np.array([0, 4])},
         {"df": np.array([0, -1])},
         {"df": np.array([{}, {}], dtype=object)},
-        {"num_token": 2},
         {"num_tokens": -7},
         {"num_tokens": 3, "df": np.array([2, 2])},
         {"num_documents": 1.5},
         {"num_documents": -1},
         {"vocab_size": 2.0},
-        {"vocab_size": [2]},
-        {"tokenizer_sha256": np.zeros(3)},
-        {"tokenizer_sha256": 7},
     ],
 )
 def test_other_archives_are_refused(tmp_path, changes):
@@ -196,32 +183,20 @@ def test_an_old_file_without_the_number_of_tokens_loads(tmp_path):
             _ = loaded.mean_length
 
 
-class Tokenizer:
-    def __init__(self, vocabulary):
-        self.vocabulary = vocabulary
-
+class Tokenizer(dict):
     def get_vocab(self):
-        return self.vocabulary
+        return self
 
 
-def test_the_fingerprint_depends_on_pairs_and_not_on_their_order():
-    fingerprint = tokenizer_sha256(Tokenizer({"가": 0, "b": 1}))
-    assert len(fingerprint) == 64
-    assert fingerprint == tokenizer_sha256(Tokenizer({"b": 1, "가": 0}))
-    assert fingerprint != tokenizer_sha256(Tokenizer({"b": 0, "가": 1}))
-
-
-def test_load_checks_the_tokenizer(tmp_path):
-    ours, other = Tokenizer({"a": 0, "b": 1}), Tokenizer({"b": 0, "a": 1})
+def test_load_checks_the_tokenizer_by_its_pairs_of_token_and_id(tmp_path):
+    ours, other = Tokenizer({"가": 0, "b": 1}), Tokenizer({"b": 0, "가": 1})
+    assert tokenizer_sha256(ours) == tokenizer_sha256(Tokenizer({"b": 1, "가": 0}))
     path = tmp_path / "counts.npz"
     counted([[1, 2]], tokenizer_sha256=tokenizer_sha256(ours)).save(path)
     assert same(DocumentFrequency.load(path, tokenizer=ours), counted([[1, 2]]))
     with pytest.raises(ValueError, match=r"counts\.npz .*tokenizer") as error:
         DocumentFrequency.load(path, tokenizer=other)
     assert tokenizer_sha256(ours) in str(error.value)
-    assert tokenizer_sha256(other) in str(error.value)
-    with pytest.raises(AttributeError, match="get_vocab"):
-        DocumentFrequency.load(path, tokenizer="bert-base-uncased")
     counted([[1]]).save(path)
     with pytest.raises(ValueError, match="got None"):
         DocumentFrequency.load(path, tokenizer=ours)

@@ -23,10 +23,8 @@ def multi_hot(draw):
 
 def npmi(i, j, n):
     together = sum(a and b for a, b in zip(i, j, strict=True))
-    if together == 0:
-        return 0.0
-    if together == n:
-        return 1.0
+    if together in (0, n):
+        return float(together > 0)
     p_ij, p_i, p_j = together / n, sum(i) / n, sum(j) / n
     return (math.log(p_ij / (p_i * p_j)) / -math.log(p_ij) + 1) / 2
 
