@@ -20,7 +20,7 @@ dtype of the computation and is cast to it.
 - ``mask``: bool, int or float 0/1; converted to bool.
 - ``labels``: multi-hot rows, 0 or 1; unchanged. With ``labels at m`` only where mask ``m`` is set.
 - ``integer``: ids and counts; unchanged.
-- ``token ids at m``: ids in ``[0, V)`` where mask ``m`` is set; int64, 0 elsewhere.
+- ``token ids at m``: ids in ``[0, V)`` where mask ``m`` is set, anything elsewhere; int64.
 
 What one rank refuses is told to all ranks of the call, so whatever depends on values is refused
 here. The bodies refuse sizes and settings alone, which are the same on all ranks.
