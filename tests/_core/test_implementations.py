@@ -13,7 +13,6 @@ import sparse_losses.functional as F
 from sparse_losses import explain
 from sparse_losses._core import implementations as module
 from sparse_losses._core.implementations import Implementation, always, choose, compute
-from sparse_losses.objective import terms
 from tests.cases import FIRST, LOSSES
 from tests.instruments import Recorder
 
@@ -135,17 +134,6 @@ def test_explain_names_the_implementation_and_what_speaks_against_those_before_i
     with pytest.raises(ValueError, match='expected reduction="mean" or "sum" with impl="direct"'):
         explain(F.info_nce_loss, dense, dense, reduction="none", impl="direct")
     assert explain(F.n_pair_loss, dense, dense).startswith('n_pair_loss takes "direct"')
-
-
-def test_explain_names_what_each_term_of_an_objective_takes():
-    batch = sparse_losses.SpladeBatch(*(sparse_losses.Texts(torch.rand(4, 8)) for _ in range(2)))
-    built = {"info_nce": terms.info_nce(), "flops": terms.flops("document")}
-    objective = sparse_losses.SpladeObjective({name: (1.0, term) for name, term in built.items()})
-    assert explain(objective, batch).splitlines() == [
-        "SpladeObjective calls 2 losses",
-        '  flops_loss takes "definition", which it has alone',
-        '  info_nce_loss takes "direct"',
-    ]
 
 
 def test_explain_computes_nothing():
