@@ -4,7 +4,6 @@ A CPU cannot return such a product in fp32. The products of two halves are exact
 product of the cast matrices stands in for it here; all other code is the accelerator's.
 """
 
-import itertools
 from collections import Counter
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -14,17 +13,15 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.losses import nws as plain_nws
 from benchmarks.run.launches import Launches
-from benchmarks.schema import Maker
 from sparse_losses._core import products
 from sparse_losses.fast import head, head_tiles
-from sparse_losses.functional import info_nce_loss, nws_loss, splade_head
+from sparse_losses.functional import info_nce_loss, splade_head
+from tests.cases import CASES, to_arrays, to_tensors
 from tests.representation.test_head import EXACT, example, gradients, watch, weigh, with_gate
 
 EPS = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 CPU = torch.device("cpu")
-LEARNED = ("anchor", "positive", "negative", "query", "prototype")
 
 
 @pytest.fixture(params=EPS, ids=str)
@@ -68,102 +65,64 @@ class Multiplied(NamedTuple):
 
 
 def in_fp64(tensors):
-    return {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
+    return to_tensors(to_arrays(tensors))
 
 
 def distance(actual, expected):
     return ((actual - expected).norm() / expected.norm()).item()
 
 
-def value_and_gradients(loss, tensors, **options):
+def value_and_gradients(call, leaves):
     """Return the value and its gradients in fp64, and what was multiplied."""
-    tensors = dict(tensors)
-    leaves = watch(tensors, *(name for name in tensors if name in LEARNED))
     with halves_multiplied() as seen:
-        value = loss(**tensors, **options)
+        value = call()
         value.backward(torch.full_like(value, 4096.0))  # as a scaler does: fp16 ends at 6e-8
-    results = [value.detach(), *(x.grad for x in leaves.values())]
-    return [x.double() for x in results], seen
+    return [x.double() for x in (value.detach(), *(x.grad for x in leaves))], seen
 
 
 # ------------------------------------------------------------------------------------------------
-# InfoNCE
+# The losses
 
 
-def pairs(dtype, negatives="none"):
-    anchor = torch.randn(7, 16)
-    tensors = {"anchor": anchor, "positive": 0.7 * anchor + 0.6 * torch.randn(7, 16)}
-    if negatives != "none":
-        tensors["negative"] = torch.randn(*{"shared": (3, 16), "each": (7, 3, 16)}[negatives])
-    return {name: x.to(dtype) for name, x in tensors.items()}
+HALVED = [case for case in CASES if case.stem in ("info_nce", "n_pair", "nws")]
 
 
-def assert_rounded_once(actual, expected, dtype):
-    assert distance(actual[0], expected[0]) < 3e-6
-    for rounded, exact in zip(actual[1:], expected[1:], strict=True):
-        assert distance(rounded, exact) < 2 * EPS[dtype]
-
-
-@pytest.mark.parametrize("similarity", ["cosine", "dot"])
-@pytest.mark.parametrize("negatives", ["none", "shared", "each"])
-@pytest.mark.parametrize("impl", ["direct", "blocks"])
-def test_info_nce_is_rounded_once(dtype, similarity, negatives, impl):
-    tensors = pairs(dtype, negatives)
-    for symmetric, ids in itertools.product([False, True], repeat=2):
-        options = {"temperature": 0.05 if similarity == "cosine" else 2.0, "impl": impl}
-        options |= {"similarity": similarity, "symmetric": symmetric}
-        if ids:
-            options["positive_ids"] = torch.tensor([0, 1, 2, 3, 4, 0, 1])
-        actual, multiplied = value_and_gradients(info_nce_loss, tensors, **options)
-        options["impl"] = "definition"
-        expected, _ = value_and_gradients(info_nce_loss, in_fp64(tensors), **options)
-        assert_rounded_once(actual, expected, dtype)
-        assert multiplied.halves[dtype]
+@pytest.mark.parametrize("case", HALVED, ids=lambda case: case.id)
+def test_a_loss_is_rounded_once(dtype, case):
+    """As in the contract's test of every dtype, with an accelerator's products."""
+    tensors = case.tensors(dtype=dtype)
+    exact = in_fp64(tensors)
+    leaves, references = watch(tensors, *case.differentiable), watch(exact, *case.differentiable)
+    found, multiplied = value_and_gradients(lambda: case.function()(**tensors), leaves.values())
+    definition = {"impl": "definition"} if case.implementations else {}
+    expected, _ = value_and_gradients(
+        lambda: case.function()(**exact, **definition), references.values()
+    )
+    assert distance(found[0], expected[0]) < 3e-6
+    for rounded, truth in zip(found[1:], expected[1:], strict=True):
+        assert distance(rounded, truth) < 2 * EPS[dtype]
+    takes_halves = case.stem == "n_pair" or (case.implementations and case.impl == "auto")
+    assert bool(multiplied.halves[dtype]) == bool(takes_halves)
 
 
 def test_rows_of_zero_and_of_any_length(dtype):
     largest = 2.0**100 if dtype == torch.bfloat16 else 2.0**11
-    tensors = pairs(dtype)
+    anchor, noise = torch.randn(2, 7, 16)
+    tensors = {"anchor": anchor.to(dtype), "positive": (0.7 * anchor + 0.6 * noise).to(dtype)}
     tensors["anchor"][0] *= largest
     tensors["positive"][1] /= largest
     tensors["anchor"][3] = 0
-    expected, _ = value_and_gradients(info_nce_loss, in_fp64(tensors))
-    actual, _ = value_and_gradients(info_nce_loss, tensors)
-    assert distance(actual[0], expected[0]) < 3e-6
-    assert not actual[1][3].any()
-    for row, exact in zip(actual[1], expected[1], strict=True):
-        assert distance(row, exact) < 4 * EPS[dtype] or not exact.any()
-
-
-def test_every_product_is_of_halves_but_the_gradient_in_fp16(dtype):
-    _, multiplied = value_and_gradients(info_nce_loss, pairs(dtype))
+    exact = in_fp64(tensors)
+    leaves, references = watch(tensors, *tensors), watch(exact, *exact)
+    expected, _ = value_and_gradients(lambda: info_nce_loss(**exact), references.values())
+    found, multiplied = value_and_gradients(lambda: info_nce_loss(**tensors), leaves.values())
+    assert distance(found[0], expected[0]) < 3e-6
+    assert not found[1][3].any()
+    for row, truth in zip(found[1], expected[1], strict=True):
+        assert distance(row, truth) < 4 * EPS[dtype] or not truth.any()
     # In fp16 the products of the gradient stay in fp32, as small slopes underflow.
-    assert (multiplied.halves[dtype], multiplied.singles) == (
-        (3, 0) if dtype == torch.bfloat16 else (1, 2)
-    )
-
-
-# ------------------------------------------------------------------------------------------------
-# NWS
-
-
-def labelled(dtype):
-    made = plain_nws.inputs({"B": 7, "K": 5, "Q": 9, "F": 16, "L": 6}, Maker(CPU))
-    features = ("query", "prototype", "key", "queue")
-    return {name: x.to(dtype) if name in features else x for name, x in made.items()}
-
-
-@pytest.mark.parametrize("aggregation", ["mean", "max"])
-@pytest.mark.parametrize("impl", ["auto", "definition"])
-def test_nws_is_rounded_once(dtype, aggregation, impl):
-    tensors = labelled(dtype)
-    tensors["queue"][2] = torch.nan
-    options = {"aggregation": aggregation, "queue_mask": torch.arange(9) != 2}
-    for options["decoupled"], options["eps"] in itertools.product([True, False], [0.0, 1e-8]):
-        actual, multiplied = value_and_gradients(nws_loss, tensors, impl=impl, **options)
-        expected, _ = value_and_gradients(nws_loss, in_fp64(tensors), **options)
-        assert_rounded_once(actual, expected, dtype)
-        assert impl == "definition" or multiplied.halves[dtype]  # the definition casts them
+    products_made = multiplied.halves[dtype], multiplied.singles
+    assert products_made == ((3, 0) if dtype == torch.bfloat16 else (1, 2))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Selection of one implementation of a loss: its definition or a faster alternative."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias
 
@@ -54,10 +53,8 @@ def choose(
             chosen = implementation
             break
         objections += f'\n  not "{implementation.name}": {objection}'
-    if not torch.compiler.is_compiling() and (calls := _calls.get()) is not None:
-        calls.takes[-1] = f'"{chosen.name if chosen else "definition"}"{objections}'
-        if calls.is_one:
-            raise _Explained
+    if not torch.compiler.is_compiling() and _is_explained.get():
+        raise _Explained(f'"{chosen.name if chosen else "definition"}"{objections}')
     return chosen
 
 
@@ -87,40 +84,23 @@ def _verdicts(
         yield each, objection
 
 
-class _Calls(NamedTuple):
-    """The losses that are called while ``explain`` listens, and what they take."""
-
-    is_one: bool  # which is then not computed
-    names: list[str]
-    takes: list[str]
+class _Explained(Exception):
+    """Ends the call that it explains, with what this would take."""
 
 
-class _Explained(Exception):  # it ends the call that it explains
-    pass
-
-
-_calls: ContextVar[_Calls | None] = ContextVar("_calls", default=None)
-
-
-def note_call(name: str) -> None:
-    """Tell ``explain``, if it listens, that a loss is called."""
-    if not torch.compiler.is_compiling() and (calls := _calls.get()) is not None:
-        calls.names.append(name)
-        calls.takes.append('"definition", which it has alone')
+_is_explained = ContextVar("_is_explained", default=False)
 
 
 def explain(loss: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Return which implementation a call takes and why, in words; the loss is not computed.
+    """Return which implementation a call takes and why, in words; the choice ends the call.
 
     Args:
-        loss: a loss function or module, ``splade_head`` or ``splade_pool``, not compiled; or what
-            calls several, such as a ``SpladeObjective``, which is computed.
+        loss: a loss function or module, ``splade_head`` or ``splade_pool``, not compiled.
         *args: what it would be called with; with ``gather=True`` on every rank.
         **kwargs: likewise.
 
     Returns:
-        A line with the name of the implementation, and a line for each one that comes before it. Of
-        several losses a line each.
+        A line with the name of the implementation, and a line for each one that comes before it.
 
     Raises:
         ValueError: as the call would, for wrong arguments.
@@ -134,20 +114,14 @@ def explain(loss: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
           not "nonzeros": impl="direct" was asked for
           not "blocks": impl="direct" was asked for
     """
-    name = getattr(loss, "__name__", type(loss).__name__)
-    is_one = hasattr(loss, "declaration") or hasattr(loss, "_declaration")
-    calls = _Calls(is_one, [], [])
-    token = _calls.set(calls)
+    taken, token = '"definition", which it has alone', _is_explained.set(True)
     try:
-        with suppress(_Explained):
-            loss(*args, **kwargs)
+        loss(*args, **kwargs)
+    except _Explained as explained:
+        taken = str(explained)
     finally:
-        _calls.reset(token)
-    if is_one:
-        return f"{name} takes {calls.takes[0]}"
-    first_lines = [text.partition("\n")[0] for text in calls.takes]
-    lines = [f"\n  {n} takes {text}" for n, text in zip(calls.names, first_lines, strict=True)]
-    return f"{name} calls {len(lines)} losses" + "".join(lines)
+        _is_explained.reset(token)
+    return f"{getattr(loss, '__name__', type(loss).__name__)} takes {taken}"
 
 
 def compute(

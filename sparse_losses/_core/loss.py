@@ -20,7 +20,7 @@ dtype of the computation and is cast to it.
 - ``mask``: bool, int or float 0/1; converted to bool.
 - ``labels``: multi-hot rows, 0 or 1; unchanged. With ``labels at m`` only where mask ``m`` is set.
 - ``integer``: ids and counts; unchanged.
-- ``token ids at m``: ids in ``[0, V)`` where mask ``m`` is set; int64, 0 elsewhere.
+- ``token ids at m``: ids in ``[0, V)`` where mask ``m`` is set, anything elsewhere; int64.
 
 What one rank refuses is told to all ranks of the call, so whatever depends on values is refused
 here. The bodies refuse sizes and settings alone, which are the same on all ranks.
@@ -56,7 +56,7 @@ from sparse_losses._core.checks import (
     declared,
     values_can_be_checked,
 )
-from sparse_losses._core.implementations import is_exported, note_call
+from sparse_losses._core.implementations import is_exported
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.products import HALVES, returns_fp32
@@ -135,7 +135,6 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 raise
             if arguments.get("gather", False) is not False:
                 _agree(function.__name__, declaration, arguments, sizes)
-            note_call(function.__name__)
             # This test is cheaper than entering the context.
             is_plain = data.is_cpu and not torch.compiler.is_compiling()
             if (is_plain or is_exported()) and not torch.is_autocast_enabled(data.device.type):

@@ -12,6 +12,12 @@ def assert_on_device(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
+def log_softmax_backward(gradient: Tensor, log_probabilities: Tensor) -> Tensor:
+    """Return the gradient of the logits of ``log_softmax(-1)``, in one launch."""
+    dtype = gradient.dtype
+    return torch._log_softmax_backward_data(gradient, log_probabilities, -1, dtype)
+
+
 # Whether a transform of `torch.func` is active; PyTorch has no public query.
 transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 

@@ -40,7 +40,12 @@ def reduce(
 
 def reduce_means(total: Tensor, count: Tensor, reduction: str, gather: bool = False) -> Tensor:
     """Reduce row means ``total / count [B]``; where both are 0 a row is not valid."""
-    valid = count > 0
     if reduction == "mean" and not gather:  # one launch in the backward pass
-        return total.dot((count * valid.sum(dtype=count.dtype)).clamp(min=1).reciprocal())
-    return reduce(total / count.clamp(min=1), reduction, valid, gather, zeroed=True)
+        return total.dot((count * number_of_nonzeros(count)).clamp(min=1).reciprocal())
+    return reduce(total / count.clamp(min=1), reduction, count > 0, gather, zeroed=True)
+
+
+def number_of_nonzeros(count: Tensor) -> Tensor:
+    """Return how many floating numbers are not 0, in one launch and their dtype."""
+    number: Tensor = torch.linalg.vector_norm(count, 0)
+    return number

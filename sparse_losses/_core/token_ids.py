@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from numbers import Integral
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.checks import check_zero_one, values_can_be_checked
@@ -27,32 +28,34 @@ def attended_ids(
 ) -> Tensor:
     """Return ``input_ids`` as int64, 0 where not attended; raise for ids outside ``[0, V)``.
 
-    ``gathered``: the caller gathers ``V`` columns by them, where an accelerator checks the range.
+    ``gathered``: the caller itself ignores what is not attended, and gathers ``V`` columns by the
+    rest. An accelerator checks the range there, so in eager mode nothing is computed here.
     """
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
         raise TypeError(f"expected `{name}` to be integers, got {input_ids.dtype}")
-    ids = input_ids.long() * attended  # one launch; `where` with a number takes two
-    if values_can_be_checked(ids):
+    ids, is_free = input_ids.long(), values_can_be_checked(input_ids)
+    if gathered and not (is_free or torch.compiler.is_compiling()):
+        return ids
+    ids = ids * attended  # one launch; `where` with a number takes two
+    if is_free:
         extremes = ids.aminmax() if ids.numel() > 0 else ()
         for extreme in (x.item() for x in extremes):
             if not 0 <= extreme < vocab_size:
                 raise ValueError(
                     f"expected `{name}` in [0, V) with V = {vocab_size}, got {extreme}"
                 )
-    elif torch.compiler.is_compiling() or not (gathered or transforms_are_active()):
+    elif torch.compiler.is_compiling() or not transforms_are_active():
         # An assertion on the device needs no sync in eager mode and no graph break.
         is_inside = ((ids >= 0) & (ids < vocab_size)).all()
         assert_on_device(is_inside, f"expected `{name}` in [0, V)")
     return ids
 
 
-def first_occurrences(ids: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort each row ``[B, S]`` and mark the first occurrence of every attended id."""
-    beyond = torch.iinfo(ids.dtype).max
-    ordered = torch.where(attended, ids, beyond).sort(-1).values
-    before = torch.cat([torch.full_like(ordered[..., :1], beyond), ordered[..., :-1]], -1)
-    first = (ordered != before) & (ordered != beyond)
-    return torch.where(first, ordered, 0), first
+def distinct_ids(ids: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort each row ``[B, S]`` and mark all but the first occurrence of every attended id."""
+    # An attended id becomes an odd key, what is not attended 0, as is the key before the first.
+    keys = torch.addcmul(attended, ids, attended, value=2).sort(-1).values
+    return keys >> 1, keys == nnf.pad(keys[..., :-1], (1, 0))
 
 
 def check_ids(name: str, token_ids: TokenIds | None) -> Tensor | tuple[int, ...] | None:

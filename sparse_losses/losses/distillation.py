@@ -1,19 +1,21 @@
 """Knowledge distillation of scores: softened KL plus z-score MSE."""
 
 import math
-from typing import Literal
+from collections.abc import Set
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.checks import values_can_be_checked
+from sparse_losses._core.implementations import is_exported
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.z_scores import fill, z_scores
-from sparse_losses.distributed import sum_over_ranks
+from sparse_losses._core.own_gradient import Gradients, can_bring_its_gradient, with_own_gradient
+from sparse_losses._core.private_torch import log_softmax_backward
+from sparse_losses.distributed import maximum_over_ranks, sum_over_ranks
 
 Standardize = Literal["batch", "row"]
-Scores = tuple[Tensor, Tensor, Tensor | None]  # student, teacher, which are no candidates
 
 
 @loss(
@@ -86,66 +88,147 @@ def distillation_loss(
     if not values_can_be_checked(teacher_scores) or teacher_scores.amin() == -torch.inf:
         is_not_there = teacher_scores == -torch.inf
         absent = is_not_there if absent is None else absent | is_not_there
-    scores = student_scores, teacher_scores, absent
-    parts = [_kl(scores, alpha_kl, temperature, gather)] if alpha_kl > 0 else []
-    if alpha_mse > 0:
-        parts.append(_mse(scores, alpha_mse, standardize == "row", gather))
-    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    arguments = {
+        "student_scores": student_scores,
+        "teacher_scores": teacher_scores,
+        "absent": absent,
+        "temperature": temperature,
+        "alphas": (alpha_kl, alpha_mse),
+        "by_row": standardize == "row",
+        "gather": gather,
+    }
+    is_eager = can_bring_its_gradient(student_scores, teacher_scores) and not is_exported()
+    if is_eager and not gather and not isinstance(temperature, Tensor):
+        return with_own_gradient(_definition, _both_parts, arguments)
+    return _definition(**arguments)
 
 
-def _kl(scores: Scores, weight: float, temperature: float | Tensor, gather: bool) -> Tensor:
+def _definition(**arguments: Any) -> Tensor:
+    return _both_parts(frozenset(), **arguments)[0]
+
+
+def _both_parts(
+    needs: Set[str],
+    *,
+    student_scores: Tensor,
+    teacher_scores: Tensor,
+    alphas: tuple[float, float],
+    temperature: float | Tensor,
+    by_row: bool,
+    **options: Any,
+) -> tuple[Tensor, Gradients]:
+    """Return the weighted sum of KL and MSE, and the gradient if it is needed."""
+    scores = torch.stack([student_scores, teacher_scores])  # half of the launches
+    parts = []
+    if alphas[0] > 0:
+        parts.append(_kl(scores, alphas[0], temperature, bool(needs), **options))
+    if alphas[1] > 0:
+        parts.append(_mse(scores, alphas[1], by_row, bool(needs), **options))
+    value, gradient = parts[0]
+    if len(parts) == 2:
+        value, gradient = value + parts[1][0], gradient.add_(parts[1][1]) if needs else gradient
+    return value, {"student_scores": gradient}
+
+
+def _kl(
+    scores: Tensor,
+    weight: float,
+    temperature: float | Tensor,
+    needs_gradient: bool,
+    absent: Tensor | None,
+    gather: bool,
+) -> tuple[Tensor, Tensor]:
     """Return ``weight * T^2`` times the mean KL of the rows that have candidates."""
-    student, teacher, absent = scores
-    limits = torch.finfo(student.dtype)
+    limits = torch.finfo(scores.dtype)
     if isinstance(temperature, Tensor):  # its gradient multiplies by the scores: 0 * inf is NaN
-        student, teacher = fill(student, absent, 0.0), fill(teacher, absent, 0.0)
-    log_q = fill(student / temperature, absent, limits.min).log_softmax(-1)
+        scores = _fill(scores, absent, 0.0)
+    log_q, log_p = _fill(scores / temperature, absent, limits.min).log_softmax(-1).unbind()
     # p is at least the smallest normal number, so that q / p does not overflow.
-    log_p = fill(teacher / temperature, absent, limits.min).log_softmax(-1)
     log_p = log_p.clamp(min=math.log(limits.tiny))
-    x = fill(log_q - log_p, absent, 0.0)
-    # The sum of p log(p / q) - p + q, where q - p sums to 0: its gradient keeps its digits where p
-    # and q are nearly equal and where one entry has nearly all of the probability.
-    kl = log_p.exp().flatten().dot((x.expm1() - x).flatten())
-    is_row = student.new_ones(len(student)) if absent is None else ~absent.all(-1)
-    rows = is_row.sum(dtype=kl.dtype)
-    if gather:
-        kl, rows = sum_over_ranks(kl), sum_over_ranks(rows)
+    x = _fill(log_q - log_p, absent, 0.0)
+    # The sum of p log(p / q) - p + q, where q - p sums to 0: it keeps its digits, as its gradient
+    # does, where p and q are nearly equal and where one entry has nearly all of the probability.
+    p, excess = log_p.exp(), x.expm1()
+    divergence = excess - x
+    rows = x.new_full((), len(x)) if absent is None else (~absent.all(-1)).sum(dtype=x.dtype)
+    rows = (sum_over_ranks(rows) if gather else rows).clamp(min=1)
     # Beyond this limit both distributions are equal, and T^2 is infinite: 0 * inf is NaN.
-    most, rows = limits.max**0.5 / 2, rows.clamp(min=1)
+    most = limits.max**0.5 / 2
+    if needs_gradient and not isinstance(temperature, Tensor):
+        temperature = min(temperature, most)
+        p = p.div_(rows / (weight * temperature))
+        value = p.flatten().dot(divergence.flatten()) * temperature
+        return value, log_softmax_backward(excess.mul_(p), log_q)
+    kl = p.flatten().dot(divergence.flatten())
+    kl = sum_over_ranks(kl) if gather else kl
     if isinstance(temperature, Tensor):  # a quotient by its square would have a gradient of 1 / T^4
         temperature = temperature.clamp(max=most)
-        return kl * temperature * temperature * weight / rows
+        return kl * temperature * temperature * weight / rows, kl
     temperature = min(temperature, most)
-    if torch.compiler.is_compiling():  # PyTorch 2.6 would compile every weight anew
-        return kl * weight / (rows / (temperature * temperature))
-    return kl / (rows / (weight * temperature * temperature))
+    # PyTorch 2.6 would compile every product of weight and temperature anew.
+    return kl * weight / (rows / (temperature * temperature)), kl
 
 
-def _mse(scores: Scores, weight: float, by_row: bool, gather: bool) -> Tensor:
+def _mse(
+    scores: Tensor,
+    weight: float,
+    by_row: bool,
+    needs_gradient: bool,
+    absent: Tensor | None,
+    gather: bool,
+) -> tuple[Tensor, Tensor]:
     """Return ``weight`` times the mean squared difference of the z-scores."""
-    student, teacher, absent = scores
     dims = (-1,) if by_row else (-2, -1)
     across_ranks = gather and not by_row  # one matrix of all ranks' rows
     if absent is None:
-        size = student.shape[1] if by_row else student.numel()
-        count = student.new_full((len(student), 1) if by_row else (1, 1), size)
+        size = scores.shape[2] if by_row else scores[0].numel()
+        count = scores.new_full((scores.shape[1], 1) if by_row else (1, 1), size)
     else:
-        count = (~absent).sum(dims, keepdim=True, dtype=student.dtype)
+        count = (~absent).sum(dims, keepdim=True, dtype=scores.dtype)
     count = sum_over_ranks(count) if across_ranks else count
+    divisor = count.squeeze()
     if by_row:
         divisor = (sum_over_ranks(count.sum()) if gather else count.sum()).clamp(min=1)
         if absent is not None:  # the z of a row of two are always +-0.7071: they say nothing
             absent = absent | (count < 2.5)
     count = count.clamp(min=1.5)  # fewer than two candidates have z = 0 and need no division by 0
-    divisor = divisor if by_row else count.squeeze()
-    options = absent, count, dims, across_ranks
-    if student.is_cpu:
-        z_student, z_teacher = (z_scores(x, *options) for x in (student, teacher))
-    else:  # half of the launches
-        z_student, z_teacher = z_scores(torch.stack([student, teacher]), *options)
-    error = nnf.mse_loss(z_student, z_teacher.detach(), reduction="sum")
-    return (sum_over_ranks(error) if gather else error) / (divisor / weight)
+    divisor = (divisor if by_row else count.squeeze()) / weight
+
+    # z does not depend on shift and scale, so the gradient treats them as constants. A lowest score
+    # of 0 makes equal scores exactly 0; a range of 1 keeps their squares from under- and overflow.
+    lowest = _fill(scores.detach(), absent, torch.inf).amin(dims, keepdim=True)
+    lowest = -maximum_over_ranks(-lowest) if across_ranks else lowest
+    x = torch.add(lowest * -0.5, scores, alpha=0.5)  # the range of halves does not overflow
+    x = _fill(x, absent, 0.0)
+    largest = x.detach().amax(dims, keepdim=True)
+    largest = maximum_over_ranks(largest) if across_ranks else largest
+    scale = largest.clamp(min=1e-30)
+    x = x / scale
+    sums = x.sum(dims, keepdim=True)
+    centred = _fill(x - (sum_over_ranks(sums) if across_ranks else sums) / count, absent, 0.0)
+    norm = torch.linalg.vector_norm(centred, dim=dims, keepdim=True)
+    if across_ranks:  # a range of 1 makes the sum at least 1/2; without it there is no gradient
+        norm = sum_over_ranks(norm.square()).clamp(min=0.25).sqrt()
+    # Equal scores are divided by infinity, so that they have no gradient either.
+    root = (count - 1).sqrt()
+    spread = torch.addcdiv(norm, root, largest, value=0.5e-8) / root
+    z, target = (centred / spread).unbind()
+    error = nnf.mse_loss(z, target.detach(), reduction="sum")
+    value = (sum_over_ranks(error) if gather else error) / divisor
+    if not needs_gradient:
+        return value, z
+    # The slope of z by the centred scores leaves out what is along z, that of these the mean.
+    slope = z - target
+    along = (slope * z).sum(dims, keepdim=True)
+    along = along / (norm[0] / spread[0] * root).clamp(min=torch.finfo(z.dtype).tiny)
+    slope = slope.addcmul_(along, z, value=-1.0)
+    slope = _fill(slope - slope.sum(dims, keepdim=True) / count, absent, 0.0)
+    return value, slope.div_(spread[0] * scale[0] * divisor)
+
+
+def _fill(x: Tensor, mask: Tensor | None, value: float) -> Tensor:
+    """Return ``x`` with ``value`` where a mask is set, if there is one."""
+    return x if mask is None else x.masked_fill(mask, value)
 
 
 class DistillationLoss(LossModule):

@@ -1,18 +1,18 @@
 """Positive activation: an anchor should activate the tokens of its positive."""
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.checks import check_shapes, check_weights
 from sparse_losses._core.entries import values_at
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.reduction import Reduction, reduce_means
-from sparse_losses._core.softmax import softplus
-from sparse_losses._core.token_ids import TokenIds, check_ids, first_occurrences, id_mask
+from sparse_losses._core.reduction import Reduction, number_of_nonzeros, reduce
+from sparse_losses._core.token_ids import TokenIds, check_ids, distinct_ids, id_mask
 
 
 @loss(
-    activations="B V, csr",
+    activations="B V, csr, uncast",
     positive_input_ids="B S, token ids at positive_attention_mask",
     positive_attention_mask="B S, mask",
     token_weight="V, optional, constant, >= 0",
@@ -67,25 +67,34 @@ def positive_activation_loss(
         From the notes of a Korean neural sparse retriever (its versions V22 to V26).
     """
     x, ids, attended = activations, positive_input_ids, positive_attention_mask
+    dtype = torch.promote_types(x.dtype, torch.float32)
     ignored = id_mask("ignore_token_ids", ignore_token_ids, x.shape[1], ids.device)
     if ignored is not None:
-        attended = attended & ~ignored[ids]
-    ids, is_target = first_occurrences(ids, attended)
+        attended = attended & ~ignored[ids * attended]
+    ids, repeats = distinct_ids(ids, attended)
     found = values_at(x, ids) if x.layout == torch.sparse_csr else x.gather(1, ids)
-    weight = is_target
-    if token_weight is not None:
-        weight = torch.where(is_target, token_weight[ids], 0.0)
-        valid = weight.any(-1, keepdim=True)  # a NaN weight is valid, so that it is visible
-        is_target = is_target & valid
-        if weight.shape[1]:  # a mean sees no scale, and sums of scaled weights stay in range
-            largest = weight.detach().amax(-1, keepdim=True)
-            weight = weight / largest.masked_fill(~valid, 1.0)
-        weight = weight.masked_fill(~valid, 0.0)  # no gradient from a row without weight
-    cost = -found.masked_fill(~is_target, 0.0)
     if saturating:
-        cost = softplus(cost).masked_fill(~is_target, 0.0)
-    total = cost.sum(-1) if token_weight is None else (weight * cost).sum(-1)
-    return reduce_means(total, weight.sum(-1, dtype=total.dtype), reduction, gather)
+        found = nnf.logsigmoid(found.to(dtype).masked_fill(repeats, 0.0))
+    if token_weight is None:
+        divisor = repeats.sum(-1, keepdim=True, dtype=dtype) - ids.shape[1]
+    else:
+        weight = token_weight[ids].masked_fill(repeats, 0.0)
+        is_void = ~weight.any(-1, keepdim=True)  # a NaN weight is none, so that it is visible
+        repeats = repeats | is_void
+        if ids.shape[1]:  # a mean sees no scale, and sums of scaled weights stay in range
+            largest = weight.detach().amax(-1, keepdim=True)
+            weight = (weight / largest.masked_fill(is_void, 1.0)).masked_fill(repeats, 0.0)
+        found, divisor = found * weight, -weight.sum(-1, keepdim=True)
+    is_mean = reduction == "mean" and not gather
+    if is_mean:  # of the rows too, in the same division
+        divisor = divisor * number_of_nonzeros(divisor.detach())
+    # What is divided by infinity has no gradient. It is masked once more: it may be a NaN.
+    cost = found / divisor.masked_fill(repeats, torch.inf)
+    with torch.no_grad():
+        cost.masked_fill_(repeats, 0.0)
+    if is_mean:
+        return cost.sum()
+    return reduce(cost.sum(-1), reduction, ~repeats.all(-1), gather, zeroed=True)
 
 
 class PositiveActivationLoss(LossModule):

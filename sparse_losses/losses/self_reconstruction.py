@@ -6,7 +6,7 @@ from torch import Tensor
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import softplus
-from sparse_losses._core.token_ids import TokenIds, check_ids, first_occurrences, id_mask
+from sparse_losses._core.token_ids import TokenIds, check_ids, distinct_ids, id_mask
 
 
 @loss(activations="B V", input_ids="B S, token ids at attention_mask", attention_mask="B S, mask")
@@ -60,7 +60,8 @@ def self_reconstruction_loss(
     References:
         From the notes of a Korean neural sparse retriever (its versions V22 to V26).
     """
-    x, ids, attended, vocab_size = activations, input_ids, attention_mask, activations.shape[1]
+    x, attended, vocab_size = activations, attention_mask, activations.shape[1]
+    ids = input_ids * attended
     ignored = id_mask("ignore_token_ids", ignore_token_ids, vocab_size, x.device)
     num_kept: int | Tensor = max(vocab_size, 1)
     if ignored is not None:
@@ -77,7 +78,7 @@ def self_reconstruction_loss(
     cost = softplus(signed)
     if not balanced:
         return reduce(cost.sum(-1) / num_kept, reduction, gather=gather)
-    num_targets = first_occurrences(ids, attended)[1].sum(-1).to(x.dtype)
+    num_targets = (~distinct_ids(ids, attended)[1]).sum(-1, dtype=x.dtype)
     num_others = (num_kept - num_targets).clamp(min=1)
     ratio = num_others / num_targets  # infinite without targets, where it is not read
     cost = torch.where(sign < 0, ratio[:, None], 1.0) * cost

@@ -12,7 +12,7 @@ from sparse_losses._core.token_ids import (
     TokenIds,
     as_mask,
     attended_ids,
-    first_occurrences,
+    distinct_ids,
     id_mask,
 )
 from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ranks
@@ -140,8 +140,8 @@ class Diagnostics:
         attended = as_mask("attention_mask", mask)
         ids = attended_ids("input_ids", ids, attended, self.vocab_size)
         self._special = self._special.to(ids.device)  # kept, as the first copy waits
-        ids, counts = first_occurrences(ids, attended & ~self._special[ids])
-        hits, total = ((x.gather(1, ids) > 0) & counts).sum(1), counts.sum(1)
+        ids, repeats = distinct_ids(ids, attended & ~self._special[ids])
+        hits, total = ((x.gather(1, ids) > 0) & ~repeats).sum(1), (~repeats).sum(1)
         return hits / total.clamp(min=1), total > 0
 
     def all_reduce(self) -> Self:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_integer, check_shapes
 from sparse_losses._core.files import refused_if_damaged, replaced_file
-from sparse_losses._core.token_ids import as_mask, attended_ids, first_occurrences
+from sparse_losses._core.token_ids import as_mask, attended_ids, distinct_ids
 from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ranks
 
 NUMBERS = ("num_documents", "vocab_size", "num_tokens")  # of a file; old ones lack the last
@@ -82,8 +82,8 @@ class DocumentFrequency:
         check_shapes(input_ids=(input_ids, "B S"), attention_mask=(attention_mask, "B S"))
         attended = as_mask("attention_mask", attention_mask.cpu())
         ids = attended_ids("input_ids", input_ids.cpu(), attended, self.vocab_size)
-        ordered, first = first_occurrences(ids, attended)
-        self.df += torch.bincount(ordered[first], minlength=self.vocab_size)
+        ids, repeats = distinct_ids(ids, attended)
+        self.df += torch.bincount(ids[~repeats], minlength=self.vocab_size)
         self._add(len(ids), int(attended.sum()))
 
     def _add(self, num_documents: int, num_tokens: int | None) -> None:

@@ -24,8 +24,8 @@ def test_no_other_module_uses_a_private_name():
     assert names == set()
 
 
-def test_transforms_are_active_inside_a_transform_only():
-    """May go when `torch.func` has a public question of this kind."""
+def test_transforms_and_forward_levels_are_seen_inside_them_only():
+    """May go when `torch.func` and `torch.autograd.forward_ad` have public questions."""
     seen = []
 
     def function(x):
@@ -36,15 +36,10 @@ def test_transforms_are_active_inside_a_transform_only():
     torch.vmap(function)(torch.ones(2, 2))
     function(torch.ones(2))
     assert seen == [True, True, False]
-    assert not hasattr(torch.func, "is_active")
-
-
-def test_forward_level_is_negative_outside_a_dual_level():
-    """May go when `torch.autograd.forward_ad` has a public question of this kind."""
-    assert private_torch.forward_level() < 0
     with torch.autograd.forward_ad.dual_level():
         assert private_torch.forward_level() >= 0
     assert private_torch.forward_level() < 0
+    assert not hasattr(torch.func, "is_active")
     assert not hasattr(torch.autograd.forward_ad, "is_active")
 
 
@@ -66,6 +61,14 @@ def test_is_batched_sees_the_gradients_of_a_vectorised_jacobian():
         torch.autograd.functional.jacobian(Look.apply, torch.ones(2), vectorize=vectorize)
     assert seen == [True, False, False]
     assert not private_torch.is_batched(torch.ones(2))
+
+
+def test_log_softmax_backward_is_the_gradient_of_log_softmax():
+    """May go when a function of this kind is public."""
+    x = torch.randn(2, 3, requires_grad=True)
+    y, upstream = x.log_softmax(-1), torch.randn(2, 3)
+    found = private_torch.log_softmax_backward(upstream, y.detach())
+    torch.testing.assert_close(found, torch.autograd.grad(y, x, upstream)[0])
 
 
 def test_assert_on_device_fails_with_its_message():
