@@ -89,17 +89,6 @@ def test_imports_run_one_way(path):
         assert not [n for n in names if n.startswith("sparse_losses.losses")], "a loss imports none"
 
 
-ROOMS = ("schema", "losses", "run", "studies", "__main__")
-
-
-def test_every_room_of_the_benchmarks_imports_only_the_rooms_before_it():
-    for path in (ROOT / "benchmarks").glob("*/*.py"):
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.ImportFrom) and node.module.startswith("benchmarks."):
-                there = node.module.split(".")[1]
-                assert ROOMS.index(there) <= ROOMS.index(path.parent.name), (path, there)
-
-
 @pytest.mark.parametrize("name", ["__init__.py", "functional.py"])
 def test_tables_of_contents_only_re_export(name):
     docstring, *body = parsed(PACKAGE / name).body

@@ -12,7 +12,6 @@ from torch import nn
 pytest.importorskip("rich")
 pytest.importorskip("peft")
 
-from benchmarks.run.launches import Launches
 from benchmarks.run.table import RESULTS, read
 from benchmarks.studies import (
     battery,
@@ -25,7 +24,7 @@ from benchmarks.studies import (
     teachers,
     training_step,
 )
-from sparse_losses import SpladeEncoder, SpladeHead
+from sparse_losses import SpladeEncoder
 from tests.examples.demo.artificial import TOPICS
 from tests.representation import tiny_models
 
@@ -79,51 +78,9 @@ def test_figures_of_rankings_follow_their_formulas():
         assert [one[query] for one in figures.values()] == pytest.approx(expected)
 
 
-class Bag(nn.Module):
-    """A bag of 30 words with dropout."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.bias = nn.Embedding(30, 8), nn.Parameter(torch.ones(30))
-        self.head, self.dropout = SpladeHead(nn.Linear(8, 30).weight, self.bias), nn.Dropout(0.1)
-
-    def forward(self, ids, mask):
-        return self.head(self.dropout(self.words(ids)), mask)
-
-
-@pytest.mark.parametrize("acts", ["", "gain", "topk", "fixed"])
-def test_every_arm_trains_from_its_start(acts):
-    tower = Bag()
-    settings = learn.Settings(
-        steps=12, batch=8, lr=0.05, start=0.2, acts=acts, target=3, query_target=2, late=(0.2, 0.5)
-    )
-    ids = torch.randint(1, 30, (40, 2, 5))
-    pairs = [(query[:3], document) for query, document in ids]
-    about, encode = learn.train({"query": tower, "document": tower}, pairs, settings)
-    assert about["first_active"] == pytest.approx(6, rel=0.4)
-    assert about["arm"].startswith("start 1/5, ")
-    x = encode("document", [pair[1] for pair in pairs])
-    assert not x.requires_grad
-    assert x.shape == (40, 30)
-    if acts == "topk":
-        assert learn.active(x) == pytest.approx(3, rel=0.5)
-
-
-def test_the_gain_waits_for_the_ranking_loss_and_then_follows_the_number():
-    gain = learn.Gain(target=10, gain=0.5)
-    gain.update(3.0, 4.0, 2.0, lambda: 1000.0)
-    assert gain.weight == 0, "InfoNCE is above half of chance"
-    for count, factor in ((40.0, 2.0), (2.5, 0.5)):
-        before = gain.weight or 0.01 * 1.0 / 2.0
-        gain.ranking = 1.0
-        gain.update(1.0, 4.0, 2.0, lambda count=count: count)
-        assert gain.weight == pytest.approx(before * factor)
-    gain.update(1.0, 4.0, 2.0, lambda: 1e9)
-    assert gain.weight == pytest.approx(1.0 / 2.0), "weighted FLOPS at most the ranking loss"
-
-
 # The battery of small models.
+
+ARMS = ("gain", "topk")  # beside the sparse start
 
 
 @pytest.fixture(scope="module")
@@ -133,19 +90,17 @@ def texts():
     return made
 
 
-def test_rows_differ_and_a_third_is_held_back():
-    names = [row.name for row in battery.ROWS]
-    assert len(set(names)) == len(names) == 36
-    assert 0.2 < sum(row.held_back for row in battery.ROWS) / len(names) < 0.5
-
-
-@pytest.mark.parametrize("model", ["bag", "static", "decoder"])
-def test_every_model_starts_sparse_and_is_pruned_to_its_number(model, texts):
+@pytest.mark.parametrize(
+    ("model", "arm"),
+    [*((x, "shift") for x in ("bag", "static", "decoder")), *(("bag", x) for x in ARMS)],
+)
+def test_every_model_and_arm_starts_sparse_and_is_pruned_to_its_number(model, arm, texts):
     row = dataclasses.replace(battery.Row(model), steps=2, batch=4)
-    rows = list(battery.run(row, battery.ARMS["shift"], texts))
+    rows = list(battery.run(row, battery.ARMS[arm], texts))
     assert [one["asked_document"] for one in rows] == ["", 32, 16]
     assert rows[0]["first_active"] == pytest.approx(battery.V / 4, rel=0.2)
-    assert [one["document"] for one in rows[1:]] == pytest.approx([32, 16], rel=0.1)
+    assert all(one["document"] <= 1.1 * one["asked_document"] for one in rows[1:])
+    assert arm == "topk" or rows[1]["document"] > 0.9 * 32
     assert all(0 <= one["recall_10"] <= 1 for one in rows)
 
 
@@ -196,16 +151,9 @@ def test_training_reads_documents_alone_and_only_judged_queries_count(folder):
     assert {" ".join(sorted(" ".join(pair).split())) for pair in found.pairs} == others
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "message"),
-    [
-        ("corpus.jsonl", '{"_id": "x"}', r"cannot read .*KeyError\('text'\)"),
-        ("qrels/test.tsv", "a\tb\tc\n", "has no relevant documents"),
-    ],
-)
-def test_a_damaged_folder_ends_with_a_sentence(folder, file, text, message):
-    (folder / file).write_text(text, encoding="utf-8")
-    with pytest.raises(SystemExit, match=message):
+def test_a_damaged_folder_ends_with_a_sentence(folder):
+    (folder / "corpus.jsonl").write_text('{"_id": "x"}', encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"cannot read .*KeyError\('text'\)"):
         beir.load(folder)
 
 
@@ -302,17 +250,6 @@ def test_every_form_of_a_teacher_is_trained_once(folder, pretrained, monkeypatch
 
 
 # Steps, counted and measured.
-
-
-def test_small_operations_take_the_time_of_their_launches():
-    x = torch.empty(64, 32, device="meta")
-    with Launches() as counted:
-        (x.bfloat16() @ x.bfloat16().T).relu_()
-    assert [each.name for each in counted.operations] == ["_to_copy", "_to_copy", "mm", "relu_"]
-    assert counted.flops == {torch.bfloat16: 2 * 64 * 64 * 32}
-    copy, _, product, _ = (each.bytes for each in counted.operations)
-    assert (copy, product) == (64 * 32 * (4 + 2), 2 * (64 * 32 * 2) + 64 * 64 * 2)
-    assert calculated.seconds(counted, "h100") == pytest.approx(4 * calculated.LAUNCH)
 
 
 def test_cases_and_a_training_step_are_counted(tmp_path):

@@ -52,14 +52,10 @@ def page(chromium):
     context = chromium.new_context(color_scheme="light")
     opened = context.new_page()
     opened.said, opened.asked = [], []
-    opened.on(
-        "console", lambda m: opened.said.append(m.text) if m.type in ("error", "warning") else None
-    )
+    opened.on("console", lambda m: opened.said.extend([m.text] * (m.type in ("error", "warning"))))
     opened.on("pageerror", lambda error: opened.said.append(str(error)))
-    opened.on(
-        "requestfailed",  # except what a page was still fetching when it was left
-        lambda r: opened.said.append(f"{r.failure}: {r.url}") if "ABORT" not in r.failure else None,
-    )
+    # A page that is left may still be fetching something.
+    opened.on("requestfailed", lambda r: opened.said.extend([r.url] * ("ABORT" not in r.failure)))
     opened.on("request", lambda r: opened.asked.append(r.url))
     yield opened
     context.close()

@@ -97,17 +97,6 @@ def test_sliders_move_the_curves_and_begin_and_end_where_they_say(page, address,
     assert page.said == []
 
 
-def test_without_scripts_the_picture_stays(chromium, address, with_plot):
-    context = chromium.new_context(java_script_enabled=False)
-    page = context.new_page()
-    page.goto(f"{address}/{with_plot}/")
-    for plot in plots_of(page):
-        pictures = [e for e in plot.query_selector_all("img") if e.is_visible()]
-        assert len(pictures) == 1, "that for light pages alone"
-        assert pictures[0].evaluate("e => e.naturalWidth") > 100
-    context.close()
-
-
 # A page among the first so many, and the section of it that answers.
 FOUND = """([found, among]) => [...document.querySelectorAll(".md-search-result__link")]
   .slice(0, among).some((e) => e.getAttribute("href").replace(/\\?h=[^#]*/, "").endsWith(found))"""

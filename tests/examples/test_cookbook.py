@@ -127,9 +127,16 @@ def test_teachers(script, request, model, teacher):
     assert 0 < loss < 1000
 
 
-def test_mined_negatives(script, splade, capsys):
-    assert script("mined_negatives").main(splade, steps=2) > 0
-    assert re.search(r"[1-9]\d* negatives of \d+ queries", capsys.readouterr().out)
+@pytest.mark.parametrize(
+    ("name", "options", "printed"),
+    [
+        ("mined_negatives", {"steps": 2}, r"[1-9]\d* negatives of \d+ queries"),
+        ("large_batch", {"steps": 1, "batch": 64, "size": 16}, "64 pairs"),
+    ],
+)
+def test_a_training_prints_what_it_did(script, splade, capsys, name, options, printed):
+    assert script(name).main(splade, **options) > 0
+    assert re.search(printed, capsys.readouterr().out)
 
 
 def test_a_mined_negative_is_neither_the_answer_nor_as_good(script, tiny):
@@ -202,11 +209,6 @@ def test_a_large_batch_has_its_own_gradient(script, tiny):
     torch.testing.assert_close(cached, whole.detach())
     for parameter, gradient in zip(encoder.parameters(), gradients, strict=True):
         torch.testing.assert_close(gradient, parameter.grad)
-
-
-def test_large_batch(script, splade, capsys):
-    assert script("large_batch").main(splade, steps=1, batch=64, size=16) > 0
-    assert "64 pairs" in capsys.readouterr().out
 
 
 def test_to_an_index(script, splade, tmp_path):

@@ -28,15 +28,13 @@ def test_example_for_dask_counts_like_a_loop(tmp_path):
         texts = [" ".join("?abc"[token] for token in doc) for doc in docs[part::2]]
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (tmp_path / f"part-{part}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    inputs, output = tmp_path / "part-*.jsonl.gz", ["--output", tmp_path / "dask.npz"]
-    options = ["--tokenizer", tmp_path / "tokenizer.json", "--field", "text", *output]
+    options = ["--tokenizer", tmp_path / "tokenizer.json", "--output", tmp_path / "dask.npz"]
+    example = ROOT / "examples" / "document_frequency_dask.py"
     ran = subprocess.run(
-        [sys.executable, ROOT / "examples" / "document_frequency_dask.py", inputs, *options],
-        cwd=ROOT,
+        [sys.executable, example, tmp_path / "part-*.jsonl.gz", "--field", "text", *options],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert ran.returncode == 0, ran.stderr
     assert "20 documents of 2.2 tokens" in ran.stdout

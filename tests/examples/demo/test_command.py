@@ -57,10 +57,3 @@ def test_a_run_is_saved_and_answers_at_once(tiny, corpus, tmp_path, capsys, monk
     answers = capsys.readouterr().out
     best = figures["answers"][text][0]
     assert f"{best['score']:.2f}  {best['title']}" in answers
-
-
-def test_the_folder_is_made_before_work_begins(tmp_path, monkeypatch):
-    monkeypatch.setattr(docstrings, "load", lambda: pytest.fail("work began"))
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"):
-        command.main(["--output", str(tmp_path / "file" / "below")])

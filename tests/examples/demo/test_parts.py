@@ -2,24 +2,11 @@ import torch
 
 from examples.demo.corpus import split
 from examples.demo.model import ModelSize, SparseEncoder
-from examples.demo.tokens import CLS, SEP, Tokens, pad
+from examples.demo.tokens import pad
 from tests.examples.demo.artificial import make_rows
 
-TEXTS = ["Reads the configuration file.", "from_edgelist: a graph, from a list of edges"] * 4
 WORDS = [f"w{number:03d}" for number in range(500)]
 ROWS = [[2, 5, 9, 30, 3], [2, 7, 3], [2, 11, 11, 12, 13, 14, 3]]
-
-
-def test_marks_truncation_and_padding():
-    tokens = Tokens.learn(TEXTS, 120, max_length=10)
-    (short,), (cut,) = tokens.ids(["graph"]), tokens.ids([TEXTS[1] * 9])
-    assert (short[0], short[-1]) == (CLS, SEP)
-    assert len(cut) == 10
-    assert cut[-1] == SEP
-    batch = pad([short, cut])
-    assert batch["attention_mask"].sum(1).tolist() == [len(short), 10]
-    assert batch["input_ids"][0, len(short) :].eq(0).all()
-    assert batch["input_ids"][1].tolist() == cut
 
 
 def test_padding_changes_nothing():
