@@ -35,8 +35,7 @@ from sparse_losses.losses.self_reconstruction import (
 from sparse_losses.losses.triplet_margin import TripletMarginLoss, triplet_margin_loss
 from sparse_losses.metrics import context_overlap, recall_at_k
 from sparse_losses.objective.batch import SpladeBatch, Texts
-from sparse_losses.objective.diagnostics import Diagnostics, Report
-from sparse_losses.objective.gradient_report import gradient_report
+from sparse_losses.objective.diagnostics import Diagnostics, Report, gradient_report
 from sparse_losses.objective.objective import ObjectiveOutput, SpladeObjective
 from sparse_losses.objective.schedules import Curriculum, Phase, TrainingSchedule, Warmup
 from sparse_losses.objective.teacher import BM25Teacher
