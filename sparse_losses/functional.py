@@ -19,7 +19,7 @@ from sparse_losses.losses.ranknet import ranknet_loss
 from sparse_losses.losses.self_reconstruction import self_reconstruction_loss
 from sparse_losses.losses.triplet_margin import triplet_margin_loss
 from sparse_losses.metrics import context_overlap, recall_at_k
-from sparse_losses.objective.gradient_report import gradient_report
+from sparse_losses.objective.diagnostics import gradient_report
 from sparse_losses.queue import LabelQueue
 from sparse_losses.representation.head import splade_head
 from sparse_losses.representation.pooling import splade_pool, token_weights

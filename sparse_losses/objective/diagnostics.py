@@ -1,5 +1,6 @@
-"""Statistics of the vectors of a training run."""
+"""Statistics of the vectors of a training run, and how hard each term pulls at them."""
 
+import itertools
 import math
 from typing import Any, Self
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_integer, check_shapes
-from sparse_losses._core.precision import widest_dtype
+from sparse_losses._core.precision import compute_dtype, widest_dtype
 from sparse_losses._core.token_ids import (
     TokenIds,
     as_mask,
@@ -16,7 +17,8 @@ from sparse_losses._core.token_ids import (
     id_mask,
 )
 from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ranks
-from sparse_losses.objective.batch import Texts
+from sparse_losses.objective.batch import SpladeBatch, Texts
+from sparse_losses.objective.objective import SpladeObjective
 
 NUMBERS = 12  # that a batch adds beside those by token
 
@@ -164,7 +166,7 @@ class Diagnostics:
         if rows == 0:
             return Report()
         without = 0.0 if dead == rows else math.nan  # no live row: all are dead, or some have a NaN
-        share, entropy = texts / rows, torch.special.entr(summed / summed.sum()).sum().item()
+        share = texts / rows
         report = Report(
             texts=rows,
             active_dimensions=active / live if live else without,
@@ -175,7 +177,6 @@ class Diagnostics:
             flops=(summed / rows).square().sum().item(),
             index_flops=share.square().sum().item(),
             longest_list=share.max().item(),
-            effective_tokens=math.exp(entropy) if summed.any() else 0.0,
             never_active=(texts == 0).double().mean().item(),
         )
         for name, group in self._groups.items():
@@ -208,3 +209,59 @@ class Diagnostics:
 
 def _ratio(part: Tensor, whole: Tensor) -> float:
     return float(part / whole) if whole or part else 0.0  # NaN / 0 is NaN
+
+
+def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> Report:
+    """Return the norm of each active term's weighted gradient, and the cosine of each pair.
+
+    They are ``"norm/a"`` and ``"cosine/a/b"``, of the gradients by all activations of the batch, or
+    by the logits of texts that have them. Terms of different sides have the cosine 0 here, though
+    not in the encoder. It takes one backward pass per term, to the activations only: the encoder
+    does not run, and no ``.grad`` changes. Memory holds one gradient of the batch per term.
+
+    Examples:
+        >>> import torch
+        >>> from sparse_losses import SpladeBatch, SpladeObjective, Texts, gradient_report
+        >>> from sparse_losses.objective import terms
+        >>> flops = {side: (1.0, terms.flops(side)) for side in ("query", "document")}
+        >>> batch = SpladeBatch(Texts(torch.eye(2)), Texts(torch.zeros(2, 2)))
+        >>> print(gradient_report(SpladeObjective(flops), batch))
+        norm/query             1
+        norm/document          0
+        cosine/query/document  0
+    """
+    leaves: list[Tensor] = []
+    with torch.enable_grad():
+        for side in batch._fields[:3]:
+            if (texts := getattr(batch, side)) is None:
+                continue
+            x = texts.activations if texts.logits is None else texts.logits
+            leaves.append(leaf := x.detach().to(compute_dtype(x=x)).requires_grad_())
+            fields = {"activations": leaf}
+            if (
+                texts.logits is not None
+            ):  # the activations, with the gradient of log1p(relu(logits))
+                slope = leaf.relu().log1p()
+                activations = texts.activations.detach() + (slope - slope.detach())
+                fields = {"activations": activations, "logits": leaf}
+            batch = batch._replace(**{side: texts._replace(**fields)})
+        values = objective.values(batch)
+        weighted = [objective.weights[name] * value for name, value in values.items()]
+    gradients = [
+        torch.autograd.grad(term, leaves, retain_graph=True, materialize_grads=True)
+        if term.requires_grad
+        else [torch.zeros_like(leaf) for leaf in leaves]
+        for term in weighted
+    ]
+    wide, size = widest_dtype(leaves[0].device), len(gradients)
+    total = torch.zeros(size, size, dtype=wide, device=leaves[0].device)
+    for by_leaf in zip(*gradients, strict=True):
+        for piece in zip(*(x.flatten().split(1 << 18) for x in by_leaf), strict=True):
+            rows = torch.stack(piece).to(wide)  # a piece, because fp64 takes twice the memory
+            total += rows @ rows.T
+    products: list[list[float]] = total.tolist()
+    norms = [math.sqrt(products[i][i]) for i in range(size)]
+    report = Report({f"norm/{name}": norm for name, norm in zip(values, norms, strict=True)})
+    for (i, a), (j, b) in itertools.combinations(enumerate(values), 2):
+        report[f"cosine/{a}/{b}"] = products[i][j] / (norms[i] * norms[j] or math.inf)
+    return report

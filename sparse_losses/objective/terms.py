@@ -54,6 +54,8 @@ class Term(nn.Module):
     The settings are attributes, which may be assigned between steps.
     """
 
+    of: str  # what is distilled
+
     def __init__(self, function: Callable[..., Tensor], **settings: Any) -> None:
         super().__init__()
         if not isinstance(loss := settings.get("loss", self), nn.Module):

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -6,7 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_losses import Diagnostics, Texts
+from sparse_losses import (
+    Diagnostics,
+    InfoNCELoss,
+    MinActivationLoss,
+    SpladeBatch,
+    Texts,
+    gradient_report,
+)
+from tests.objective.making import objective
 
 V = 20
 SPECIAL, STOP, ALLOWED = [0, 1], [2, 3, 4], list(range(14))
@@ -32,7 +41,6 @@ def _oracle(x, ids, mask, positive_ids, positive_mask, top_k=3):
     tops = [j for row, a in pairs for j in sorted(a, key=lambda j: -row[j])[:top_k]]
     foreign = set(range(V)) - set(ALLOWED) - set(SPECIAL)
     column = np.clip(x, 0, None).sum(0)
-    p = column[column > 0] / column.sum()
 
     def mean_of(group):
         return np.mean([row[j] for row in x for j in group if row[j] > 0])
@@ -55,7 +63,6 @@ def _oracle(x, ids, mask, positive_ids, positive_mask, top_k=3):
         "flops": sum((column[j] / rows) ** 2 for j in range(V)),
         "index_flops": sum((sum(j in a for a in active) / rows) ** 2 for j in range(V)),
         "longest_list": max(sum(j in a for a in active) / rows for j in range(V)),
-        "effective_tokens": math.exp(-sum(q * math.log(q) for q in p)),
         "never_active": sum(all(j not in a for a in active) for j in range(V)) / V,
         "semantic_ratio": mean_of(set(range(V)) - set(SPECIAL) - set(STOP)) / mean_of(STOP),
         "input_recall": recall(ids, mask),
@@ -151,3 +158,68 @@ def test_batches_from_inside_and_outside_inference_mode_add_up():
             diagnostics.update(x[first : first + 2])
     expected.update(x)
     assert diagnostics.report() == pytest.approx(expected.report())
+
+
+WEIGHTS = {"info_nce": 3.0, "query_flops": 0.7, "document_flops": 0.2, "triplet_margin": 1.0}
+SIDES = ("anchor", "positive", "negative")
+
+
+def _batch(logits=False):
+    def texts(*shape):
+        pooled, ids = torch.randn(*shape, V), torch.randint(0, V, (*shape, 5))
+        return Texts(pooled.relu().log1p(), ids, ids >= 0, pooled if logits else None)
+
+    return SpladeBatch(texts(6), texts(6), texts(6, 2))
+
+
+@pytest.mark.parametrize("logits", [False, True])
+def test_the_gradient_report_agrees_with_autograd(logits):
+    weights = {**WEIGHTS, "document_self_reconstruction": 2.0, "query_min_activation": 1.0}
+    losses = {"info_nce": InfoNCELoss(temperature=0.5)}
+    losses["min_activation"] = MinActivationLoss(threshold=5.0)
+    batch = _batch(logits)
+    report = gradient_report(objective(weights, losses), batch)
+
+    gradients = {}
+    for name, weight in weights.items():
+        leaves = [(t.activations if t.logits is None else t.logits).clone() for t in batch[:3]]
+        parts = iter([x.requires_grad_() for x in leaves])
+
+        def again(texts, parts=parts):
+            leaf = next(parts)
+            if texts.logits is None:
+                return texts._replace(activations=leaf)
+            return texts._replace(activations=leaf.relu().log1p(), logits=leaf)
+
+        alone = objective({name: weight}, losses)
+        alone(batch._replace(**{s: again(getattr(batch, s)) for s in SIDES})).total.backward()
+        gradients[name] = torch.cat(
+            [(torch.zeros_like(x) if x.grad is None else x.grad).flatten() for x in leaves]
+        ).double()
+    expected = {f"norm/{name}": gradient.norm().item() for name, gradient in gradients.items()}
+    for a, b in itertools.combinations(weights, 2):
+        cosine = torch.nn.functional.cosine_similarity(gradients[a], gradients[b], dim=0)
+        expected[f"cosine/{a}/{b}"] = cosine.item()
+    assert report == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_the_gradient_report_leaves_the_run_alone():
+    encoder = torch.nn.Linear(4, V)
+    hidden = encoder(torch.randn(6, 4))
+    batch = SpladeBatch(Texts(hidden.relu()), Texts(hidden.relu()))
+    made = objective({"info_nce": 1.0, "query_flops": 1.0})
+    calls = []
+    encoder.register_full_backward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        report = gradient_report(made, batch)
+    assert report["norm/info_nce"] > 0
+    assert calls == []
+    assert encoder.weight.grad is None
+
+
+def test_a_term_at_rest_has_no_gradient_and_no_cosine():
+    losses = {"min_activation": MinActivationLoss(threshold=0.0)}
+    made = objective({"info_nce": 1.0, "query_min_activation": 1.0}, losses)
+    report = gradient_report(made, _batch())
+    assert report["norm/query_min_activation"] == 0.0
+    assert report["cosine/info_nce/query_min_activation"] == 0.0

@@ -192,7 +192,7 @@ def _rows(texts: Sequence[sl.Texts]) -> Tensor | None:
     return concatenated([x.activations for x in texts]) if texts else None
 
 
-def _of_batch(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Tensor | None) -> Any:
+def _of_batch(own: Any, texts: list[sl.Texts], labels: Tensor | None) -> Any:
     """Compute the objective of a batch."""
     anchor, positive, *others = texts
     # An anchor has the negatives of all rows, or its own.
