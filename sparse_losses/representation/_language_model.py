@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -50,6 +51,22 @@ def unwrapped(model: Any) -> Any:
         kind = model.active_peft_config.peft_type.value
         raise TypeError(f"expected adapters inside the layers, such as LoRA, got {kind}")
     return unwrapped(model.get_base_model())
+
+
+def saves_weights(model: Any) -> bool:
+    """Return whether saving a model saves all of its weights, and not its adapters alone."""
+    model = getattr(model, "_orig_mod", model)
+    return unwrapped(model) is model and not getattr(model, "_hf_peft_config_loaded", False)
+
+
+def warn_of_adapters(model: nn.Module, what: str) -> None:
+    """Warn of a change of weights that is lost when a model with adapters is saved."""
+    if not all(map(saves_weights, model.modules())):
+        warnings.warn(
+            f"expected a model without adapters, with which {what} is not saved, as it is in the "
+            "weights: merge the adapters before saving, or save the model before adding them",
+            stacklevel=3,
+        )
 
 
 def projection_of(model: Any) -> Any:
@@ -225,13 +242,30 @@ def set_attention(model: Any, *, bidirectional: bool) -> None:
 
 def _is_causal(model: Any) -> bool:
     """Return whether the first of eight positions ignores all others."""
-    base, states = model.base_model, []
+    base, embedded = model.base_model, list[Tensor]()
     first = torch.arange(8, device=next(model.parameters()).device)[None] % 4
+
+    def state(ids: Tensor) -> Tensor:
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | without_cache(base)
+        return base(**inputs)[0][0, 0]  # type: ignore[no-any-return]
+
     with torch.no_grad(), evaluating(model):
-        for ids in (first, first + (first.cumsum(1) > 0)):  # the same first token, other ones
-            mask = torch.ones_like(ids)
-            states.append(base(input_ids=ids, attention_mask=mask, **without_cache(base))[0][0, 0])
-    return torch.equal(*states)
+        if torch.equal(state(first), state(first + (first.cumsum(1) > 0))):  # the same first token
+            return True
+    # Experts round a state by which others they read as well: its gradient is exact.
+    keep = model.get_input_embeddings().register_forward_hook(
+        lambda *call: embedded.append(call[-1].requires_grad_())
+    )
+    try:
+        with torch.enable_grad(), evaluating(model):
+            one = state(first)
+            weighted = (one * torch.arange(len(one), device=one.device)).sum()
+            gradient = torch.autograd.grad(weighted, embedded)[0]
+    except RuntimeError:  # of quantised layers, or no embeddings were looked up
+        return False
+    finally:
+        keep.remove()
+    return not gradient[0, 1:].any()
 
 
 def without_cache(base: Any) -> dict[str, Any]:
@@ -254,9 +288,13 @@ def position_limits(model: Any) -> list[int]:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode within the block, then restore the mode of every module."""
     modes = [(module, module.training) for module in model.modules()]
+    kinds = [(x, x.attention_type) for x, _ in modes if hasattr(x, "set_attention_type")]
     model.eval()
     try:
         yield
     finally:
         for module, training in modes:
             module.training = training
+        for module, kind in kinds:  # BigBird changes it when it reads a short text
+            if module.attention_type != kind:
+                module.set_attention_type(kind)

@@ -15,6 +15,7 @@ from sparse_losses.representation import encoding, parts
 from sparse_losses.representation._language_model import (
     evaluating,
     projection_of,
+    saves_weights,
     set_attention,
     unwrapped,
     without_cache,
@@ -135,11 +136,10 @@ class SpladeEncoder(nn.Module):
         if expansion:
             self.head = SpladeHead.from_masked_lm(model, activation=activation)
             self.head.softcap = softcap or self.head.softcap
-            # Adapters are saved without the model's weights.
-            saves_weights = inner is model and not getattr(model, "_hf_peft_config_loaded", False)
+            folds = saves_weights(model)
             if logit_scale == "auto":
-                self.head._await_scale(fold=saves_weights)
-            elif logit_scale and saves_weights and (scaled := scaled_parameters(self.head)):
+                self.head._await_scale(fold=folds)
+            elif logit_scale and folds and (scaled := scaled_parameters(self.head)):
                 multiply(scaled, logit_scale)
                 self.logit_scale = None
             else:
@@ -271,16 +271,22 @@ class SpladeEncoder(nn.Module):
     def _hidden(self, input_ids: Tensor, attention_mask: Tensor, **inputs: Any) -> Tensor:
         model = self.model
         if self.expansion:
-            linear, model = projection_of(model), unwrapped(model).base_model
-            is_same = linear == self.head._linear[0] and linear.weight is self.head.weight
-            if not is_exported() and (not is_same or len(linear.weight) != self.vocab_size):
+            weight, whole, model = self.head.weight, model, unwrapped(model).base_model
+            is_same = is_exported() or (
+                self.head.belongs_to(whole) and projection_of(whole).weight is weight
+            )
+            if not is_same or len(weight) != self.vocab_size:
                 raise RuntimeError(
-                    "expected the output embeddings that the encoder was created with, got others: "
-                    "create it after resize_token_embeddings and after adding adapters to them"
+                    "expected the head that the encoder was created with, got other layers: create "
+                    "it after resize_token_embeddings and after adding or removing adapters in them"
                 )
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
         hidden: Tensor = model(**self._inputs | inputs)[0]
         return hidden
+
+    def gradient_checkpointing_enable(self, **options: Any) -> None:
+        """Recompute the model's layers in the backward pass; a Trainer of transformers asks."""
+        self.model.gradient_checkpointing_enable(**options)
 
     def tokenize(
         self, texts: Sequence[str], *, side: Literal["document", "query"] | None = None
@@ -386,8 +392,10 @@ class SpladeEncoder(nn.Module):
         with torch.no_grad(), evaluating(self):
             return [self._token_weights(**self.tokenize([text])) for text in texts]
 
-    def _token_weights(self, input_ids: Tensor, attention_mask: Tensor) -> list[tuple[str, float]]:
-        hidden = self._hidden(input_ids, attention_mask)
+    def _token_weights(
+        self, input_ids: Tensor, attention_mask: Tensor, **inputs: Any
+    ) -> list[tuple[str, float]]:
+        hidden = self._hidden(input_ids, attention_mask, **inputs)
         pooled = self._pooled(input_ids, attention_mask)
         gate = None if self.gate is None else self.gate(hidden, attention_mask)
         # Each position is a text of one token.

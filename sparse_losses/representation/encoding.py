@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.checks import check_integer, check_number
@@ -19,8 +20,13 @@ def token_ids(
     """Return ``input_ids`` and ``attention_mask`` ``[B, S]``, padded, on a device."""
     check_texts(texts)
     batch = tokenizer([prompt + text for text in texts], padding=True, **options)
-    names = ("input_ids", "attention_mask")
-    return {name: torch.tensor(batch[name], dtype=torch.int64, device=device) for name in names}
+    names = ["input_ids", "attention_mask"]
+    if any(any(row) for row in batch.get("token_type_ids") or ()):
+        names.append("token_type_ids")  # a model takes 0 for none
+    ids = {name: torch.tensor(batch[name], dtype=torch.int64, device=device) for name in names}
+    if ids["input_ids"].shape[1:] == (0,):  # texts without a token: models need a position
+        ids = {name: nnf.pad(x, (0, 1)) for name, x in ids.items()}
+    return ids
 
 
 def batches(

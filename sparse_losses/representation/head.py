@@ -26,7 +26,7 @@ from sparse_losses.fast.head import largest_logits
 from sparse_losses.fast.head_entries import Inputs, csr_head, operand_type
 from sparse_losses.fast.head_packed import packed_entries
 from sparse_losses.fast.head_tiles import tiled_entries
-from sparse_losses.representation._language_model import head_of
+from sparse_losses.representation._language_model import head_of, projection_of, unwrapped
 from sparse_losses.representation.scale import (
     SELF_DOT,
     measured_scale,
@@ -272,6 +272,7 @@ class SpladeHead(LossModule):
             self.register_constant("threshold", threshold)
         # The projection of a model, which may have adapters. It is the model's: hence no submodule.
         self._linear: tuple[Any, ...] = ()
+        self._places: tuple[Any, ...] = ()  # of the layers before it: owner, name, layer
         self._folds_into: tuple[Tensor, ...] = ()
         self.awaits_scale = False
         self.register_buffer("measured_scale", None)
@@ -356,7 +357,18 @@ class SpladeHead(LossModule):
         options["logit_scale"] = found.logit_scale
         head = cls(found.linear.weight, found.linear.bias, **options)
         head._linear = (found.linear,)
+        head._places = tuple(
+            (owner, name, layer)
+            for owner in unwrapped(model).modules()
+            for name, layer in owner.named_children()
+            if layer in (found.transform or ())
+        )
         return head
+
+    def belongs_to(self, model: Any) -> bool:
+        """Return whether the model still has the layers that ``from_masked_lm`` found."""
+        places = all(getattr(owner, name) is layer for owner, name, layer in self._places)
+        return places and bool(projection_of(model) == self._linear[0])
 
     def forward(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparse_losses._core.activation import Activation, logits_at, weight_at
 from sparse_losses._core.checks import check_choice, check_integer, check_number, check_rows
-from sparse_losses.representation._language_model import evaluating
+from sparse_losses.representation._language_model import evaluating, warn_of_adapters
 from sparse_losses.representation.encoding import batches, check_texts
 from sparse_losses.representation.parts import SIDES
 from sparse_losses.sparsity.entries import Entries, products_limit
@@ -229,6 +229,7 @@ def calibrate(
             getattr(module, "reshard", lambda: None)()
         with torch.no_grad():
             cast(Tensor, of.bias()).sub_(shift)
+        warn_of_adapters(model, "the shift")
         limits = shift, shift
     else:
         for pair in sorted(targets, key=lambda pair: pair[0] or 0.0):  # the largest is the last

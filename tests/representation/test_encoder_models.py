@@ -7,11 +7,14 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from tokenizers import processors
 
 from sparse_losses import SpladeEncoder
 from sparse_losses.functional import splade_pool
 from tests.representation.tiny_models import (
     CAUSAL,
+    IDS,
+    SIZES,
     TEXTS,
     causal_lm,
     dense,
@@ -19,6 +22,7 @@ from tests.representation.tiny_models import (
     masked_lm,
     pair,
     reloaded,
+    scattered,
     tokenizer,
     with_lora,
 )
@@ -113,6 +117,17 @@ def test_attention_goes_both_ways_unless_told_otherwise(kind, tmp_path):
             assert torch.allclose(states[0, 0], states[1, 0], atol=1e-5) is not bidirectional
             assert type(each.model) is type(model)
             torch.testing.assert_close(dense(each), dense(encoder))
+
+
+@both_ways
+@pytest.mark.parametrize("seed", range(4))
+def test_experts_attend_both_ways(seed):
+    """They round a state by which other tokens they read: equal states do not tell."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    sizes = {**SIZES, **IDS, **experts, "head_dim": 8, "num_key_value_heads": 1}
+    torch.manual_seed(seed)
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(vocab_size=300, **sizes))
+    assert decoder(model=scattered(model)).model.config.is_causal is False
 
 
 def test_model_that_stays_causal_is_refused():
@@ -211,8 +226,83 @@ def test_adapters_added_later_are_taken_or_refused():
     assert not torch.allclose(dense(encoder), plain)
     encoder = make()
     encoder.model = with_lora(encoder.model, ["decoder"], ensure_weight_tying=False)
-    with pytest.raises(RuntimeError, match="and after adding adapters to them"):
+    with pytest.raises(RuntimeError, match="got other layers: create it after"):
         dense(encoder)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layer", "is_taken"),
+    [
+        ("xlm-roberta", "dense", False),
+        ("distilbert", "vocab_transform", False),
+        ("bert", "dense", True),
+        ("modernbert", "dense", True),
+    ],
+)
+def test_adapters_in_the_head_are_taken_or_refused_when_added_or_removed(
+    architecture, layer, is_taken
+):
+    encoder = make(architecture)
+    plain = dense(encoder)
+    encoder.model = with_lora(encoder.model, [layer])
+    adapted = SpladeEncoder(encoder.model, encoder.tokenizer).eval()
+    assert not torch.allclose(dense(adapted), plain)
+    if is_taken:
+        torch.testing.assert_close(dense(encoder), dense(adapted))
+        return
+    with pytest.raises(RuntimeError, match="adding or removing adapters"):
+        dense(encoder)
+    adapted.model = adapted.model.unload()
+    with pytest.raises(RuntimeError, match="adding or removing adapters"):
+        dense(adapted)
+
+
+def test_shift_that_adapters_are_saved_without_is_warned_of():
+    encoder = make()
+    encoder.calibrate(TEXTS, 20, method="shift", verbose=False)
+    encoder.model.add_adapter(peft.LoraConfig(r=2, target_modules=["query"]))
+    with pytest.warns(UserWarning, match="the shift is not saved"):
+        encoder.calibrate(TEXTS, 10, method="shift", verbose=False)
+
+
+def test_probes_of_a_model_leave_its_attention_alone():
+    """BigBird leaves its sparse attention for good when it reads a short text."""
+    sizes = {**SIZES, "max_position_embeddings": 200, "block_size": 4, "num_random_blocks": 1}
+    config = transformers.BigBirdConfig(vocab_size=150, attention_type="block_sparse", **sizes)
+    model, words = scattered(transformers.BigBirdForMaskedLM(config)), tokenizer("wordpiece")
+    encoder = SpladeEncoder(model, words).eval()
+    batch = encoder.tokenize([" ".join(TEXTS[:2]) * 4])
+    assert batch["input_ids"].shape[1] > 28  # as many it needs
+    with torch.no_grad():
+        expected = splade_pool(model(**batch).logits, batch["attention_mask"])
+        assert model.base_model.attention_type == "block_sparse"
+        torch.testing.assert_close(encoder(**batch), expected)
+    encoder.encode(["a"])
+    assert model.base_model.attention_type == "block_sparse"
+
+
+def test_types_that_a_tokenizer_gives_a_text_reach_the_model():
+    encoder = make()
+    batch = encoder.tokenize(TEXTS)
+    template = processors.TemplateProcessing(
+        single="<s>:1 $A:1 </s>:1", special_tokens=[("<s>", 2), ("</s>", 3)]
+    )
+    encoder.tokenizer.backend_tokenizer.post_processor = template
+    encoder.tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    types = torch.ones_like(batch["input_ids"]) * batch["attention_mask"]
+    with torch.no_grad():
+        expected = encoder(**batch, token_type_ids=types, side="document")
+    assert not torch.allclose(expected, encoder(**batch))
+    torch.testing.assert_close(dense(encoder), expected)
+
+
+@pytest.mark.parametrize("texts", [[""], ["", ""], []], ids=len)
+def test_texts_without_any_token_have_no_weights(texts):
+    words = tokenizer("bytes")
+    words.backend_tokenizer.post_processor = processors.ByteLevel()
+    encoder = SpladeEncoder(causal_lm("llama", len(words)), words, bidirectional=BOTH_WAYS).eval()
+    assert not dense(encoder, texts).any()
+    assert dense(encoder, [*texts, "a"])[-1].any()
 
 
 def test_adapters_that_transformers_added_are_saved(tmp_path):

@@ -10,7 +10,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sparse_losses._core.checks import check_choice, check_number
 from sparse_losses._core.extras import from_extra
-from sparse_losses.representation._language_model import projection_of, unwrapped
+from sparse_losses.representation._language_model import (
+    projection_of,
+    unwrapped,
+    warn_of_adapters,
+)
 from sparse_losses.representation.head import SpladeHead
 from sparse_losses.representation.scale import multiply, scaled_parameters
 
@@ -58,12 +62,13 @@ def use_splade_head(
             scaled.add(model)
             if not (parameters := scaled_parameters(head)):
                 raise TypeError(f"expected a normalisation before the projection of {type(model)}")
+            warn_of_adapters(transformer.auto_model, "the scale")
             if logit_scale == "auto":
                 head._await_scale(fold=True)
             else:
                 multiply(parameters, logit_scale)
         replaced.append((model, partial(_hidden_states, model)))
-        replaced.append((pooling, partial(_pooled, pooling, model, head, layout)))
+        replaced.append((pooling, partial(_pooled, pooling, model, layout, head)))
     for module, function in replaced:
         module.forward = function
     return sparse_encoder
@@ -89,14 +94,14 @@ def _hidden_states(model: Any, **inputs: Any) -> Any:
 
 
 def _pooled(
-    pooling: Any, model: Any, head: Any, layout: torch.layout, features: dict[str, Any]
+    pooling: Any, model: Any, layout: torch.layout, head: Any, features: dict[str, Any]
 ) -> dict[str, Any]:
     """Do what the pooling does, for hidden states in the place of logits."""
     layer = projection_of(model)
-    if layer != head._linear[0] or len(layer.weight) != len(head.weight):
+    if not head.belongs_to(model) or len(layer.weight) != len(head.weight):
         raise RuntimeError(
-            "expected the vocabulary projection that `use_splade_head` found, got another: call "
-            "`use_splade_head` again after resizing embeddings or adding adapters"
+            "expected the layers that `use_splade_head` found before the logits, got others: call "
+            "it again after resizing embeddings, and after adding or removing adapters in them"
         )
     if layer.weight is not head.weight:  # FSDP2 has others within a step
         head.weight, head.bias = layer.weight, layer.bias
