@@ -59,7 +59,8 @@ def cost(row: Row) -> str:
     if row.get("status", "ok") != "ok":
         return "out of memory"
     mib = row.get("peak_mib") or float(row["peak_bytes"]) / MIB
-    return f"{figure(float(mib))} MiB, {seconds(float(row['seconds']))}"
+    both = (f"{figure(float(mib))} MiB", seconds(float(row["seconds"])))
+    return ", ".join(x.replace(" ", "\u00a0") for x in both)  # a narrow cell breaks between them
 
 
 def front() -> str:

@@ -48,11 +48,6 @@ def nano_beir(subset):
     return datasets.Dataset.from_dict({"_id": [str(n) for n in range(len(texts))], "text": texts})
 
 
-def blocks():
-    _, found = split_code(PAGE.read_text(encoding="utf-8"))
-    return [code for language, code in found if language == "python"]
-
-
 @pytest.mark.filterwarnings("ignore:the thresholds of")
 @pytest.mark.filterwarnings("ignore:sentence-transformers does not apply")
 @pytest.mark.parametrize("architecture", list(CASES))
@@ -75,7 +70,8 @@ def test_the_page_trains_saves_and_evaluates(architecture, tmp_path, monkeypatch
     masked_lm(architecture, COLUMNS, max_position_embeddings=64).save_pretrained(model)
     words.save_pretrained(model)
 
-    first, *rest = blocks()
+    _, found = split_code(PAGE.read_text(encoding="utf-8"))
+    first, *rest = (code for language, code in found if language == "python")
     page = {"__name__": "__main__"}
     exec(compile(first, PAGE.name, "exec"), page)
     assert (page["MODEL"], page["DATA"]) == CASES["distilbert"][:2]

@@ -54,7 +54,6 @@ def relative(figure: Figure, *, file: str) -> None:
                 list(ratios),
                 marker,
                 label=label,
-                markersize=6,
                 markerfacecolor="none",
                 markeredgewidth=1.5,
                 color=text if number > 4 else None,  # there are no more colours
