@@ -104,7 +104,8 @@ def refuse_across_ranks(
 
 def _compare(call: str, device: torch.device, values: dict[str, object]) -> None:
     """Raise for the first value that differs between the ranks."""
-    text = json.dumps([call, {name: str(value) for name, value in values.items()}]).encode()
+    named = {"call": call, **{name: str(value) for name, value in values.items()}}
+    text = json.dumps(named).encode()
     own = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
     hashes = gather_rows(torch.tensor([own], device=device)).tolist()
     if hashes.count(own) == len(hashes):
@@ -112,23 +113,16 @@ def _compare(call: str, device: torch.device, values: dict[str, object]) -> None
     longest = int(gather_rows(torch.tensor([len(text)], device=device)).max())
     padded = torch.tensor([*text.ljust(longest)], dtype=torch.uint8, device=device)
     everyone = [json.loads(bytes(row)) for row in gather_rows(padded[None]).tolist()]
-    name_of_call, call = call, f"{call} with gather=True"
-    if refusals := {r: its[REFUSAL] for r, (_, its) in enumerate(everyone) if REFUSAL in its}:
+    where = f"for {call} with gather=True"
+    if refusals := {r: its[REFUSAL] for r, its in enumerate(everyone) if REFUSAL in its}:
         listed = ", ".join(f"on rank {r} {error}" for r, error in refusals.items())
-        raise ValueError(f"expected every rank to accept its arguments for {call}, got {listed}")
-    if elsewhere := [r for r, (theirs, _) in enumerate(everyone) if theirs != name_of_call]:
-        raise ValueError(
-            f"expected every rank to be in {call}, as rank {rank()} is, got ranks {elsewhere} in "
-            "another call"
-        )
-    for name in dict.fromkeys(name for _, theirs in everyone for name in theirs):
-        received = [theirs.get(name) for _, theirs in everyone]
+        raise ValueError(f"expected every rank to accept its arguments {where}, got {listed}")
+    for name in dict.fromkeys(name for its in everyone for name in its):
+        received = [its.get(name) for its in everyone]
         if len(set(received)) > 1:
             listed = ", ".join(f"{value} on rank {r}" for r, value in enumerate(received))
             hint = "; the last batch of an epoch? Drop it (drop_last=True)" if name == "B" else ""
-            raise ValueError(
-                f"expected the same {name} on every rank for {call}, got {listed}{hint}"
-            )
+            raise ValueError(f"expected the same {name} on every rank {where}, got {listed}{hint}")
 
 
 class _Gather(torch.autograd.Function):
