@@ -7,7 +7,7 @@ DistributedDataParallel divides by W: the gradient of one process with the whole
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -46,26 +46,26 @@ def gather_rows(x: Tensor, gather: bool = True) -> Tensor:
     """
     if gather and x.dtype == torch.bool and num_ranks() > 1:  # not every backend can send bool
         return gather_rows(x.to(torch.uint8)).to(torch.bool)
-    return _unless_alone(_Gather, x) if gather else x
+    return _unless_alone("gather", x) if gather else x
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
     """Return the sum of all ranks' ``x``, of the same shape and dtype, with its gradient."""
-    return _unless_alone(_Sum, x)
+    return _unless_alone("sum", x)
 
 
 def average_grad_over_ranks(value: Tensor) -> Tensor:
     """Return a value that all ranks share; its gradient is the mean over the ranks."""
-    return _unless_alone(_Shared, value)
+    return _unless_alone("share", value)
 
 
 def scatter_sum(x: Tensor) -> Tensor:
     """Return this rank's rows ``[B, ...]`` of the sum over ranks of ``x [W B, ...]``."""
-    return _unless_alone(_Scatter, x)
+    return _unless_alone("scatter", x)
 
 
-def _unless_alone(function: Any, x: Tensor) -> Tensor:
-    result: Tensor = function.apply(x) if num_ranks() > 1 else x
+def _unless_alone(name: str, x: Tensor) -> Tensor:
+    result: Tensor = _Map.apply(x, name) if num_ranks() > 1 else x  # type: ignore[no-untyped-call]
     return result
 
 
@@ -104,7 +104,8 @@ def refuse_across_ranks(
 
 def _compare(call: str, device: torch.device, values: dict[str, object]) -> None:
     """Raise for the first value that differs between the ranks."""
-    text = json.dumps([call, {name: str(value) for name, value in values.items()}]).encode()
+    named = {"call": call, **{name: str(value) for name, value in values.items()}}
+    text = json.dumps(named).encode()
     own = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
     hashes = gather_rows(torch.tensor([own], device=device)).tolist()
     if hashes.count(own) == len(hashes):
@@ -112,66 +113,53 @@ def _compare(call: str, device: torch.device, values: dict[str, object]) -> None
     longest = int(gather_rows(torch.tensor([len(text)], device=device)).max())
     padded = torch.tensor([*text.ljust(longest)], dtype=torch.uint8, device=device)
     everyone = [json.loads(bytes(row)) for row in gather_rows(padded[None]).tolist()]
-    name_of_call, call = call, f"{call} with gather=True"
-    if refusals := {r: its[REFUSAL] for r, (_, its) in enumerate(everyone) if REFUSAL in its}:
+    where = f"for {call} with gather=True"
+    if refusals := {r: its[REFUSAL] for r, its in enumerate(everyone) if REFUSAL in its}:
         listed = ", ".join(f"on rank {r} {error}" for r, error in refusals.items())
-        raise ValueError(f"expected every rank to accept its arguments for {call}, got {listed}")
-    if elsewhere := [r for r, (theirs, _) in enumerate(everyone) if theirs != name_of_call]:
-        raise ValueError(
-            f"expected every rank to be in {call}, as rank {rank()} is, got ranks {elsewhere} in "
-            "another call"
-        )
-    for name in dict.fromkeys(name for _, theirs in everyone for name in theirs):
-        received = [theirs.get(name) for _, theirs in everyone]
+        raise ValueError(f"expected every rank to accept its arguments {where}, got {listed}")
+    for name in dict.fromkeys(name for its in everyone for name in its):
+        received = [its.get(name) for its in everyone]
         if len(set(received)) > 1:
             listed = ", ".join(f"{value} on rank {r}" for r, value in enumerate(received))
             hint = "; the last batch of an epoch? Drop it (drop_last=True)" if name == "B" else ""
-            raise ValueError(
-                f"expected the same {name} on every rank for {call}, got {listed}{hint}"
-            )
+            raise ValueError(f"expected the same {name} on every rank {where}, got {listed}{hint}")
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        gathered = x.new_empty((num_ranks() * x.shape[0], *x.shape[1:]))
-        _all_gather(gathered, x.contiguous(), group=None)  # PyTorch 2.6 compiles it named only
-        return gathered
+class _Map(torch.autograd.Function):
+    """A linear map of all ranks' tensors, by its name; its gradient is another one's."""
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return _Scatter.apply(*upstream)  # type: ignore[no-untyped-call]
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        own = x.new_empty((x.shape[0] // num_ranks(), *x.shape[1:]))
-        _reduce_scatter(own, x.contiguous())
-        return own
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        function, ctx.adjoint = MAPS[name]
+        return function(x)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return _Gather.apply(*upstream)  # type: ignore[no-untyped-call]
+        return _Map.apply(*upstream, ctx.adjoint), None  # type: ignore[no-untyped-call]
 
 
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return _Sum.apply(*upstream)  # type: ignore[no-untyped-call]
+def _gathered(x: Tensor) -> Tensor:
+    gathered = x.new_empty((num_ranks() * x.shape[0], *x.shape[1:]))
+    _all_gather(gathered, x.contiguous(), group=None)  # PyTorch 2.6 compiles it named only
+    return gathered
 
 
-class _Shared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.view_as(value)
+def _scattered(x: Tensor) -> Tensor:
+    own = x.new_empty((x.shape[0] // num_ranks(), *x.shape[1:]))
+    _reduce_scatter(own, x.contiguous())
+    return own
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return _Sum.apply(*upstream) / num_ranks()  # type: ignore[no-untyped-call]
+
+def _summed(x: Tensor) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total)
+    return total
+
+
+MAPS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "gather": (_gathered, "scatter"),
+    "scatter": (_scattered, "gather"),
+    "sum": (_summed, "sum"),
+    "share": (lambda x: x.view_as(x), "mean"),
+    "mean": (lambda x: _summed(x) / num_ranks(), "mean"),
+}

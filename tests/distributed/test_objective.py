@@ -22,7 +22,7 @@ CASES = [(*form, masked) for form in FORMS for masked in (False, True)]  # by `c
 
 def objective(negative, *, gather):
     """Every term that these negatives allow, each with another weight, and hidden tokens."""
-    weights = {name: 0.3 + 0.1 * number for number, name in enumerate(making.BUILDERS)}
+    weights = {name: 0.3 + 0.1 * number for number, name in enumerate(making.CALLS)}
     if negative in (None, "shared"):
         del weights["triplet_margin"], weights["margin_mse"]
     settings = {"stopword_ids": [7, 8], "special_token_ids": [0, 1], "score_scale": 3.0}

@@ -10,15 +10,6 @@ from sparse_losses import LanguagePenaltyLoss, SpladeBatch, SpladeObjective, Tex
 from sparse_losses.objective import terms
 
 B, V, S, N = 5, 40, 6, 3
-ON_SCORES = ("distillation", "context_distillation", "margin_mse", "ranknet")
-ON_SIDES = ("flops", "min_activation", "language_penalty")
-ON_SIDES = (*ON_SIDES, "self_reconstruction", "positive_activation")
-BUILDERS = {name: getattr(terms, name) for name in ("info_nce", "triplet_margin", *ON_SCORES)}
-BUILDERS |= {
-    f"{side}_{name}": functools.partial(getattr(terms, name), side)
-    for side in ("query", "document")
-    for name in ON_SIDES
-}
 
 
 def objective(weights, losses=None, *, gather=False, **settings):
@@ -27,11 +18,13 @@ def objective(weights, losses=None, *, gather=False, **settings):
     losses = {"language_penalty": penalty, **(losses or {})}
     made = {}
     for name, weight in weights.items():
-        build = BUILDERS[name]
-        kind = name.removeprefix("query_").removeprefix("document_")
-        signed = terms.distillation if name == "context_distillation" else build
+        side, _, kind = name.partition("_")
+        kind = kind if side in ("query", "document") else name
+        build = getattr(terms, kind)
+        signed = terms.distillation if kind == "context_distillation" else build
         known = inspect.signature(signed).parameters
         options = {key: value for key, value in settings.items() if key in known}
+        options |= {"side": side} if "side" in known else {}
         if (loss := losses.get(name, losses.get(kind))) is not None:
             options["loss"] = loss
         made[name] = weight, build(**options)
