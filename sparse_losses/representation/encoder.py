@@ -335,15 +335,13 @@ class SpladeEncoder(nn.Module):
         encoding.check_pruning(prune_ratio, max_active_dims)
         prune_ratio = self.prune_ratio if prune_ratio is None else prune_ratio
         max_active_dims = self.max_active_dims if max_active_dims is None else max_active_dims
-        options: Any = {"prune_ratio": prune_ratio, "max_active_dims": max_active_dims}
-        entries = []
+        entries, pruning = [], (prune_ratio, max_active_dims)
         with torch.no_grad(), evaluating(self):  # FSDP2 could not train with inference tensors
             for numbers in encoding.batches(texts, batch_size, show_progress):
                 batch = self.tokenize([texts[i] for i in numbers], side=side)
                 vectors: Any = self(**batch, side=side, active=active)
-                entries.append(encoding.entries_of(vectors, numbers))
-        shape = len(texts), self.vocab_size
-        return encoding.collected(entries, shape, output, self.tokenizer, **options)
+                entries.append(encoding.entries_of(vectors, numbers, *pruning))
+        return encoding.collected(entries, (len(texts), self.vocab_size), output, self.tokenizer)
 
     def encode_document(self, texts: Sequence[str], **options: Any) -> Any:
         """Return the vectors of documents, as ``encode`` does."""
@@ -359,8 +357,8 @@ class SpladeEncoder(nn.Module):
         """Return the ``k`` tokens of largest weight of each text or vector, the largest first.
 
         Args:
-            texts_or_vectors: Strings; or finite vectors ``[N, V]``, dense or sparse, of
-                which positive entries count.
+            texts_or_vectors: Strings; or finite vectors ``[N, V]``, dense or sparse, of which
+                positive entries count.
             k: The number of tokens, at least 1.
             **options: Options of ``encode``, for texts only.
         """
@@ -373,8 +371,8 @@ class SpladeEncoder(nn.Module):
         if vectors.shape[1:] != (self.vocab_size,):
             expected, got = f"[N, V] with V = {self.vocab_size}", list(vectors.shape)
             raise ValueError(f"expected vectors {expected}, got {got}")
-        entries, shape = encoding.entries_of(vectors, range(len(vectors))), vectors.shape
-        named = encoding.collected([entries], shape, "tokens", self.tokenizer, max_active_dims=k)
+        entries = encoding.entries_of(vectors, range(len(vectors)), None, k)
+        named = encoding.collected([entries], vectors.shape, "tokens", self.tokenizer)
         return cast(list[dict[str, float]], named)
 
     def token_weights(self, texts: Sequence[str]) -> list[list[tuple[str, float]]]:

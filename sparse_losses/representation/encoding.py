@@ -47,15 +47,39 @@ def batches(
             progress.update(len(numbers))
 
 
-def entries_of(vectors: Tensor, numbers: Sequence[int]) -> Entries:
-    """Return the positive entries of vectors, which are rows of these numbers, on the CPU."""
+def entries_of(
+    vectors: Tensor,
+    numbers: Sequence[int],
+    prune_ratio: float | None = None,
+    max_active_dims: int | None = None,
+) -> Entries:
+    """Return the positive entries of vectors, rows of these numbers, pruned, on the CPU."""
     entries = vectors.detach().to_sparse(layout=torch.sparse_coo).coalesce()
     (rows, ids), weights = entries.indices(), entries.values()
     if not weights.isfinite().all():
         raise ValueError("expected finite vectors, got NaN or infinity")
     kept = weights > 0
-    rows = torch.tensor(numbers, dtype=torch.int64, device="cpu")[rows[kept].cpu()]
-    return rows, ids[kept].cpu(), weights[kept].float().cpu()
+    rows, ids, weights = rows[kept].cpu(), ids[kept].cpu(), weights[kept].float().cpu()
+    order = _by_size(rows, weights)
+    counts = torch.bincount(rows, minlength=len(vectors))
+    first = (counts.cumsum(0) - counts)[rows]  # the rows rise, here and in that order
+    kept = torch.ones_like(rows, dtype=torch.bool)
+    if prune_ratio is not None:
+        kept = weights[order] >= prune_ratio * weights[order[first]]
+    if max_active_dims is not None:
+        kept &= torch.arange(len(rows), device="cpu") - first < max_active_dims
+    kept = order[kept].sort().values
+    return (
+        torch.tensor(numbers, dtype=torch.int64, device="cpu")[rows[kept]],
+        ids[kept],
+        weights[kept],
+    )
+
+
+def _by_size(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return the order by row, the largest first; of equal ones, that of the smaller id."""
+    order = weights.argsort(descending=True, stable=True)
+    return order[rows[order].argsort(stable=True)]
 
 
 def check_pruning(prune_ratio: float | None, max_active_dims: int | None) -> None:
@@ -68,39 +92,19 @@ def check_pruning(prune_ratio: float | None, max_active_dims: int | None) -> Non
         check_integer("max_active_dims", max_active_dims, minimum=1)
 
 
-def collected(
-    parts: Sequence[Entries],
-    shape: Sequence[int],
-    output: str,
-    tokenizer: Any,
-    *,
-    prune_ratio: float | None = None,
-    max_active_dims: int | None = None,
-) -> Any:
-    """Return the entries of all parts, pruned, as ``"csr"``, ``"dense"`` or ``"tokens"``."""
+def collected(parts: Sequence[Entries], shape: Sequence[int], output: str, tokenizer: Any) -> Any:
+    """Return the entries of all parts as ``"csr"``, ``"dense"`` or ``"tokens"``."""
     # On the CPU and in fp32, whatever the default device and dtype are.
-    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
-    entries = (torch.cat(x) for x in zip((nothing, nothing, nothing.float()), *parts, strict=True))
-    rows, ids, weights = entries
-    order = rows.argsort(stable=True)
-    rows, ids, weights = rows[order], ids[order], weights[order]
-    # Of each row the largest comes first; of equal ones, that of the smaller id.
-    order = weights.argsort(descending=True, stable=True)
-    order = order[rows[order].argsort(stable=True)]
-    counts = torch.bincount(rows, minlength=shape[0])
-    first = (counts.cumsum(0) - counts)[rows]
-    kept = torch.ones_like(rows, dtype=torch.bool)
-    if prune_ratio is not None:
-        kept = weights[order] >= prune_ratio * weights[order[first]]
-    if max_active_dims is not None:
-        kept &= torch.arange(len(rows), device="cpu") - first < max_active_dims
-    order = order[kept]
+    empty = torch.empty(0, dtype=torch.int64, device="cpu")
+    entries = zip((empty, empty, empty.float()), *parts, strict=True)
+    rows, ids, weights = (torch.cat(each) for each in entries)
     if output == "tokens":
+        order = _by_size(rows, weights)
         names = spelled(tokenizer, ids[order].tolist())
         pairs = zip(names, weights[order].tolist(), strict=True)
-        counts = torch.bincount(rows[order], minlength=shape[0])
-        return [dict(itertools.islice(pairs, count)) for count in counts.tolist()]
-    order = order.sort().values
+        counts = torch.bincount(rows, minlength=shape[0]).tolist()
+        return [dict(itertools.islice(pairs, count)) for count in counts]
+    order = rows.argsort(stable=True)
     matrix = csr(rows[order], ids[order], weights[order], (shape[0], shape[1]))
     return matrix if output == "csr" else matrix.to_dense()
 

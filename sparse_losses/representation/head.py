@@ -398,9 +398,3 @@ class SpladeHead(LossModule):
         options = {"activation": self.activation}
         kept = pruned_weights(whole, threshold, self.keep_at_least, **options)
         return kept if logits is None else (kept, logits)
-
-    def extra_repr(self) -> str:
-        """Return the sizes and the hyperparameters."""
-        vocab_size, hidden_size = self.weight.shape
-        bias = self.bias is not None
-        return f"{vocab_size=}, {hidden_size=}, {bias=}, {super().extra_repr()}"

@@ -59,9 +59,6 @@ class DocumentFrequency:
         self.num_documents = 0
         self.num_tokens: int | None = 0
 
-    def __repr__(self) -> str:
-        return f"DocumentFrequency({self.vocab_size}, num_documents={self.num_documents})"
-
     @property
     def mean_length(self) -> float:
         """Mean number of tokens per document, ``num_tokens / num_documents``."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sparse_losses import SpladeEncoder, SpladeHead
+from sparse_losses.functional import splade_pool
 from sparse_losses.representation import head
 from tests.representation.tiny_models import causal_lm, make, tokenizer
 
@@ -71,14 +72,21 @@ def exported(module, inputs, names=NAMES, longest=512):
     return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
 
 
-@pytest.mark.parametrize("kind", ["auto", "tiles"])
-def test_head_exports_to_plain_operations(kind, monkeypatch):
+class Pool(nn.Module):
+    def forward(self, logits, attention_mask):
+        return splade_pool(logits, attention_mask, activation="log1p_relu")
+
+
+@pytest.mark.parametrize("kind", ["auto", "tiles", "pool"])
+def test_head_and_pooling_export_to_plain_operations(kind, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(head, "EXPORTED", 7)  # columns of a tile, of 50
     weights = nn.Parameter(torch.randn(50, 8)), nn.Parameter(torch.randn(50))
-    module = SpladeHead(*weights, impl=kind)
+    module = Pool() if kind == "pool" else SpladeHead(*weights, impl=kind)
     data = [(torch.randn(*shape, 8), torch.ones(shape)) for shape in SHAPES]
-    program = exported(module, data[1], ("hidden", "attention_mask"))
+    program = exported(
+        module, data[1], ("logits" if kind == "pool" else "hidden", "attention_mask")
+    )
     for inputs in data:
         torch.testing.assert_close(program.module()(*inputs), module(*inputs))
     shapes = [getattr(x.meta.get("val"), "shape", ()) for x in program.graph.nodes]
