@@ -138,18 +138,6 @@ def test_the_weights_of_the_positives_add_up_to_this_total(alpha, carriers, tota
         assert total == pytest.approx(share + alpha)
 
 
-@pytest.mark.parametrize("eps", [0.0, 1e-8])
-def test_negatives_of_weight_zero_are_no_negatives(eps):
-    """One prototype, and keys that `beta` weighs with zero: nothing is left to compete."""
-    z = draw(0, 2, 3).requires_grad_()
-    keys = {"key": draw(2, 2, 3), "key_labels": torch.tensor([[1], [0]])}
-    call = (z, torch.ones(2, 1, dtype=torch.long), draw(1, 1, 3), torch.ones(1, 1))
-    assert nws_loss(*call, **keys, beta=1.0, eps=eps).item() != 0.0
-    loss = nws_loss(*call, **keys, beta=0.0, eps=eps)
-    assert torch.autograd.grad(loss, z)[0].isfinite().all()
-    assert (loss.item() == 0.0) == (eps == 0.0)
-
-
 def test_a_weight_of_zero_is_no_mask_so_a_nan_key_shows():
     inputs = {**problem(), "key_labels": torch.zeros(3, 4)}
     inputs["key"][0] = torch.nan
@@ -232,14 +220,11 @@ def test_the_nan_of_a_row_without_negatives_is_hidden(impl):
     """Decoupled and exact; the other rows have prototypes to compete with."""
     inputs = inputs_of(0)
     inputs["query_labels"] = torch.eye(4).long()[[0, 1, 2, 3, 0, 1, 2]]
-    inputs["query_labels"][2] = 1
-    inputs["key_labels"][:, 0] = inputs["queue_labels"][:, 0] = 1
+    inputs["query_labels"][2] = inputs["key_labels"][:, 0] = inputs["queue_labels"][:, 0] = 1
     expected = value_and_gradients(inputs, impl, eps=0.0)
     inputs["query"][2] = torch.nan
-    for spoilt, plain in zip(value_and_gradients(inputs, impl, eps=0.0), expected, strict=True):
-        assert torch.equal(spoilt, plain)
-    assert expected[1][[0, 1, 3, 4, 5, 6]].any(dim=1).all()
-    assert not expected[1][2].any()
+    assert all(map(torch.equal, value_and_gradients(inputs, impl, eps=0.0), expected))
+    assert expected[1].any(dim=1).tolist() == [row != 2 for row in range(7)]
 
 
 @over_aggregations
@@ -253,22 +238,6 @@ def test_queries_by_references_by_labels_are_never_held(impl, aggregation):
     references = 40 + 60 + 48
     assert 16 * 40 <= seen.largest <= 2 * max(references * 48, 16 * 48 * 48)
     assert seen.largest < 16 * references * 48 / 3
-
-
-def test_direct_refuses_rows_and_extreme_temperatures():
-    inputs = problem()
-    with pytest.raises(ValueError, match=r'reduction="mean" or "sum" with impl="direct"'):
-        nws_loss(**inputs, impl="direct")
-    inputs["reduction"] = "mean"
-    assert nws_loss(**inputs, impl="direct") != 0
-    for temperature in (1e-30, 1e30):
-        inputs["temperature"] = temperature
-        expected = nws_loss(**inputs, impl="definition")
-        torch.testing.assert_close(nws_loss(**inputs, impl="direct"), expected)
-    for temperature in (1e-31, 1e31):
-        inputs["temperature"] = temperature
-        with pytest.raises(ValueError, match="`temperature` from 1e-30 to 1e30, got 1e"):
-            nws_loss(**inputs, impl="direct")
 
 
 @pytest.mark.parametrize("wrong", [100.0, -5.0, torch.nan, torch.inf])
