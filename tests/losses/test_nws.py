@@ -14,7 +14,7 @@ from sparse_losses import NWSLoss
 from sparse_losses.fast.nws import largest_of_labels
 from sparse_losses.functional import info_nce_loss, nws_loss
 from tests.cases import assert_follows_the_formula
-from tests.instruments import Recorder
+from tests.instruments import Recorder, value_and_gradients
 from tests.strategies import draw, nws_problems, seeds, temperatures
 
 aggregations = st.sampled_from(["mean", "max"])
@@ -145,15 +145,14 @@ def test_a_weight_of_zero_is_no_mask_so_a_nan_key_shows():
         assert nws_loss(**{**inputs, "reduction": "mean"}, beta=0.0, eps=0.0, impl=impl).isnan()
 
 
-def value_and_gradients(inputs, impl, **options):
-    """Return the value and the gradients of a call; a second backward gives the same bits."""
+def both_of(inputs, impl, **options):
+    """Return the value and the gradients of a call."""
     names = ("query", "prototype", "temperature")
-    leaves = [inputs[name].clone().requires_grad_() for name in names]
-    value = nws_loss(**inputs | dict(zip(names, leaves, strict=True)), impl=impl, **options)
-    gradients = torch.autograd.grad(value, leaves, retain_graph=True)
-    again = torch.autograd.grad(value, leaves)
-    assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(gradients, again, strict=True))
-    return [value.detach(), *gradients]
+
+    def call(*leaves):
+        return nws_loss(**inputs | dict(zip(names, leaves, strict=True)), impl=impl, **options)
+
+    return value_and_gradients(call, *(inputs[name] for name in names))
 
 
 IMPLEMENTATIONS = ("definition", "direct")
@@ -176,7 +175,7 @@ OPTIONS = [
 
 
 def assert_the_same_by_both(inputs, **options):
-    plain, actual = (value_and_gradients(inputs | options, impl) for impl in IMPLEMENTATIONS)
+    plain, actual = (both_of(inputs | options, impl) for impl in IMPLEMENTATIONS)
     assert plain[0] != 0
     for expected, tensor in zip(plain, actual, strict=True):
         torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-11)
@@ -221,9 +220,9 @@ def test_the_nan_of_a_row_without_negatives_is_hidden(impl):
     inputs = inputs_of(0)
     inputs["query_labels"] = torch.eye(4).long()[[0, 1, 2, 3, 0, 1, 2]]
     inputs["query_labels"][2] = inputs["key_labels"][:, 0] = inputs["queue_labels"][:, 0] = 1
-    expected = value_and_gradients(inputs, impl, eps=0.0)
+    expected = both_of(inputs, impl, eps=0.0)
     inputs["query"][2] = torch.nan
-    assert all(map(torch.equal, value_and_gradients(inputs, impl, eps=0.0), expected))
+    assert all(map(torch.equal, both_of(inputs, impl, eps=0.0), expected))
     assert expected[1].any(dim=1).tolist() == [row != 2 for row in range(7)]
 
 
