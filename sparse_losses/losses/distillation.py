@@ -88,55 +88,49 @@ def distillation_loss(
     if not values_can_be_checked(teacher_scores) or teacher_scores.amin() == -torch.inf:
         is_not_there = teacher_scores == -torch.inf
         absent = is_not_there if absent is None else absent | is_not_there
-    arguments = {
+    arguments: dict[str, Any] = {
         "student_scores": student_scores,
         "teacher_scores": teacher_scores,
         "absent": absent,
-        "temperature": temperature,
-        "alphas": (alpha_kl, alpha_mse),
-        "by_row": standardize == "row",
-        "gather": gather,
+        "options": (alpha_kl, alpha_mse, temperature, standardize == "row", gather),
     }
     is_eager = can_bring_its_gradient(student_scores, teacher_scores) and not is_exported()
     if is_eager and not gather and not isinstance(temperature, Tensor):
-        return with_own_gradient(_definition, _both_parts, arguments)
+        return with_own_gradient(_definition, _value_and_gradient, arguments)
     return _definition(**arguments)
 
 
 def _definition(**arguments: Any) -> Tensor:
-    return _both_parts(frozenset(), **arguments)[0]
+    return _value_and_gradient(frozenset(), **arguments)[0]
 
 
-def _both_parts(
+def _value_and_gradient(
     needs: Set[str],
-    *,
     student_scores: Tensor,
     teacher_scores: Tensor,
-    alphas: tuple[float, float],
-    temperature: float | Tensor,
-    by_row: bool,
-    **options: Any,
+    absent: Tensor | None,
+    options: tuple[float, float, float | Tensor, bool, bool],
 ) -> tuple[Tensor, Gradients]:
-    """Return the weighted sum of KL and MSE, and the gradient if it is needed."""
-    scores = torch.stack([student_scores, teacher_scores])  # half of the launches
-    parts = []
-    if alphas[0] > 0:
-        parts.append(_kl(scores, alphas[0], temperature, bool(needs), **options))
-    if alphas[1] > 0:
-        parts.append(_mse(scores, alphas[1], by_row, bool(needs), **options))
+    alpha_kl, alpha_mse, temperature, by_row, gather = options
+    scores, parts = torch.stack([student_scores, teacher_scores]), []  # half of the launches
+    if alpha_kl > 0:
+        parts.append(_kl(scores, absent, alpha_kl, temperature, gather, bool(needs)))
+    if alpha_mse > 0:
+        parts.append(_mse(scores, absent, alpha_mse, by_row, gather, bool(needs)))
     value, gradient = parts[0]
     if len(parts) == 2:
-        value, gradient = value + parts[1][0], gradient.add_(parts[1][1]) if needs else gradient
+        value = value + parts[1][0]
+        gradient = gradient.add_(parts[1][1]) if needs else gradient
     return value, {"student_scores": gradient}
 
 
 def _kl(
     scores: Tensor,
+    absent: Tensor | None,
     weight: float,
     temperature: float | Tensor,
-    needs_gradient: bool,
-    absent: Tensor | None,
     gather: bool,
+    needs_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return ``weight * T^2`` times the mean KL of the rows that have candidates."""
     limits = torch.finfo(scores.dtype)
@@ -149,33 +143,32 @@ def _kl(
     # The sum of p log(p / q) - p + q, where q - p sums to 0: it keeps its digits, as its gradient
     # does, where p and q are nearly equal and where one entry has nearly all of the probability.
     p, excess = log_p.exp(), x.expm1()
-    divergence = excess - x
+    divergence = (excess - x).flatten()
     rows = x.new_full((), len(x)) if absent is None else (~absent.all(-1)).sum(dtype=x.dtype)
     rows = (sum_over_ranks(rows) if gather else rows).clamp(min=1)
     # Beyond this limit both distributions are equal, and T^2 is infinite: 0 * inf is NaN.
     most = limits.max**0.5 / 2
-    if needs_gradient and not isinstance(temperature, Tensor):
-        temperature = min(temperature, most)
-        p = p.div_(rows / (weight * temperature))
-        value = p.flatten().dot(divergence.flatten()) * temperature
-        return value, log_softmax_backward(excess.mul_(p), log_q)
-    kl = p.flatten().dot(divergence.flatten())
-    kl = sum_over_ranks(kl) if gather else kl
-    if isinstance(temperature, Tensor):  # a quotient by its square would have a gradient of 1 / T^4
+    is_learned = isinstance(temperature, Tensor)
+    if isinstance(temperature, Tensor):
         temperature = temperature.clamp(max=most)
-        return kl * temperature * temperature * weight / rows, kl
-    temperature = min(temperature, most)
-    # PyTorch 2.6 would compile every product of weight and temperature anew.
-    return kl * weight / (rows / (temperature * temperature)), kl
+    else:
+        temperature = min(temperature, most)
+    if is_learned or torch.compiler.is_compiling():
+        p = p * temperature * weight / rows  # PyTorch 2.6 would compile every product of two anew
+    else:
+        p = p / (rows / (weight * temperature))
+    value = p.flatten().dot(divergence) * temperature
+    value = sum_over_ranks(value) if gather else value
+    return value, log_softmax_backward(excess.mul_(p), log_q) if needs_gradient else value
 
 
 def _mse(
     scores: Tensor,
+    absent: Tensor | None,
     weight: float,
     by_row: bool,
-    needs_gradient: bool,
-    absent: Tensor | None,
     gather: bool,
+    needs_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return ``weight`` times the mean squared difference of the z-scores."""
     dims = (-1,) if by_row else (-2, -1)
@@ -185,21 +178,19 @@ def _mse(
         count = scores.new_full((scores.shape[1], 1) if by_row else (1, 1), size)
     else:
         count = (~absent).sum(dims, keepdim=True, dtype=scores.dtype)
-    count = sum_over_ranks(count) if across_ranks else count
-    divisor = count.squeeze()
-    if by_row:
-        divisor = (sum_over_ranks(count.sum()) if gather else count.sum()).clamp(min=1)
-        if absent is not None:  # the z of a row of two are always +-0.7071: they say nothing
+        if by_row:  # the z of a row of two are always +-0.7071: they say nothing
             absent = absent | (count < 2.5)
-    count = count.clamp(min=1.5)  # fewer than two candidates have z = 0 and need no division by 0
-    divisor = (divisor if by_row else count.squeeze()) / weight
+    divisor = count.sum() if by_row else count.squeeze()
+    divisor = (sum_over_ranks(divisor) if gather else divisor).clamp(min=1) / weight
+    # Fewer than two candidates have z = 0 and need no division by 0.
+    count = (sum_over_ranks(count) if across_ranks else count).clamp(min=1.5)
 
     # z does not depend on shift and scale, so the gradient treats them as constants. A lowest score
     # of 0 makes equal scores exactly 0; a range of 1 keeps their squares from under- and overflow.
     lowest = _fill(scores.detach(), absent, torch.inf).amin(dims, keepdim=True)
     lowest = -maximum_over_ranks(-lowest) if across_ranks else lowest
-    x = torch.add(lowest * -0.5, scores, alpha=0.5)  # the range of halves does not overflow
-    x = _fill(x, absent, 0.0)
+    # The range of halves does not overflow.
+    x = _fill(torch.add(lowest * -0.5, scores, alpha=0.5), absent, 0.0)
     largest = x.detach().amax(dims, keepdim=True)
     largest = maximum_over_ranks(largest) if across_ranks else largest
     scale = largest.clamp(min=1e-30)
@@ -217,13 +208,13 @@ def _mse(
     value = (sum_over_ranks(error) if gather else error) / divisor
     if not needs_gradient:
         return value, z
-    # The slope of z by the centred scores leaves out what is along z, that of these the mean.
+    # What is along z changes nothing, nor does a shift.
     slope = z - target
     along = (slope * z).sum(dims, keepdim=True)
     along = along / (norm[0] / spread[0] * root).clamp(min=torch.finfo(z.dtype).tiny)
     slope = slope.addcmul_(along, z, value=-1.0)
     slope = _fill(slope - slope.sum(dims, keepdim=True) / count, absent, 0.0)
-    return value, slope.div_(spread[0] * scale[0] * divisor)
+    return value, slope.div_(spread[0] * divisor).div_(scale[0])
 
 
 def _fill(x: Tensor, mask: Tensor | None, value: float) -> Tensor:

@@ -2,7 +2,6 @@
 
 from torch import Tensor
 
-from sparse_losses._core.checks import check_shapes, check_weights
 from sparse_losses._core.column_mean import Estimator, mean_and_square
 from sparse_losses._core.loss import LossModule, loss
 
@@ -87,8 +86,6 @@ class FlopsLoss(LossModule):
         gather: bool = False,
     ) -> None:
         super().__init__(flops_loss, locals())
-        check_shapes(token_weight=(token_weight, "V, optional"))
-        check_weights("token_weight", token_weight)
         self.register_constant("token_weight", token_weight)
 
     def forward(self, activations: Tensor, *, gather: bool | None = None) -> Tensor:

@@ -2,7 +2,6 @@
 
 from torch import Tensor
 
-from sparse_losses._core.checks import check_shapes
 from sparse_losses._core.column_mean import Estimator, mean_and_square
 from sparse_losses._core.loss import LossModule, loss
 
@@ -82,7 +81,6 @@ class IdfFlopsLoss(LossModule):
         gather: bool = False,
     ) -> None:
         super().__init__(idf_flops_loss, locals())
-        check_shapes(token_penalty=(token_penalty, "V"))
         self.register_constant("token_penalty", token_penalty)
 
     def forward(self, activations: Tensor, *, gather: bool | None = None) -> Tensor:

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from sparse_losses._core.checks import check_shapes
 from sparse_losses._core.entries import entries_of
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
@@ -71,7 +70,6 @@ class LanguagePenaltyLoss(LossModule):
         self, token_penalty: Tensor, *, gather: bool = False, reduction: Reduction = "mean"
     ) -> None:
         super().__init__(language_penalty_loss, locals())
-        check_shapes(token_penalty=(token_penalty, "V"))
         self.register_constant("token_penalty", token_penalty)
 
     def forward(self, activations: Tensor, *, gather: bool | None = None) -> Tensor:

@@ -5,7 +5,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sparse_losses._core.checks import check_shapes, check_unit_interval
 from sparse_losses._core.implementations import Arguments, Implementation, always, compute
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.own_gradient import temperature_reason
@@ -274,9 +273,6 @@ class NWSLoss(LossModule):
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__(nws_loss, locals())
-        check_shapes(label_similarity=(label_similarity, "L L, optional"))
-        if type(label_similarity) is Tensor and label_similarity.device.type != "meta":
-            check_unit_interval("label_similarity", label_similarity.cpu())
         self.register_constant("label_similarity", label_similarity)
 
     def forward(

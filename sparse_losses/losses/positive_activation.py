@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.checks import check_shapes, check_weights
 from sparse_losses._core.entries import values_at
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, number_of_nonzeros, reduce
@@ -122,8 +121,6 @@ class PositiveActivationLoss(LossModule):
     ) -> None:
         ignore_token_ids = check_ids("ignore_token_ids", ignore_token_ids)
         super().__init__(positive_activation_loss, locals())
-        check_shapes(token_weight=(token_weight, "V, optional"))
-        check_weights("token_weight", token_weight)
         self.register_constant("token_weight", token_weight)
 
     def forward(

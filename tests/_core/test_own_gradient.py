@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sparse_losses._core.own_gradient import with_own_gradient
+from tests.cases import FIRST
 
 
 class Squares:
@@ -100,3 +101,19 @@ def test_the_second_derivative_is_the_definitions():
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(gradient, 12 * x)
         assert torch.autograd.grad(gradient.sum(), x)[0].tolist() == [[12.0] * 3] * 2
+
+
+@pytest.mark.parametrize("loss", ["info_nce", "nws"])
+def test_a_temperature_beyond_single_precision_is_left_to_the_definition(loss):
+    case, definition = FIRST[loss], {"impl": "definition"}
+    tensors = case.tensors()
+    for value in (1e-31, 1e31):
+        expected = case.function()(**tensors, temperature=value, **definition)
+        found = case.function()(**tensors, temperature=value)
+        torch.testing.assert_close(found, expected, equal_nan=True)
+        with pytest.raises(ValueError, match="expected `temperature` from 1e-30 to 1e30, got 1e"):
+            case.function()(**tensors, temperature=value, impl="direct")
+    for value in (1e-30, 1e30):
+        expected = case.function()(**tensors, temperature=value, **definition)
+        found = case.function()(**tensors, temperature=value, impl="direct")
+        torch.testing.assert_close(found, expected)

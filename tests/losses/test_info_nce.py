@@ -68,40 +68,28 @@ over_impls = pytest.mark.parametrize("impl", ["definition", "direct", "blocks", 
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("shape", [(3,), (5, 3)], ids=["shared", "per_row"])
 @pytest.mark.parametrize("symmetric", [False, True])
 @over_impls
-def test_what_is_left_out_hides_its_nan_and_has_no_gradient(impl, symmetric, value):
+def test_what_is_left_out_hides_its_nan_and_has_no_gradient(impl, symmetric, shape, value):
     """A text that misses, as anchor, positive and negative: a batch without it."""
-    a, p, n = draw(0, 5, 4), draw(1, 5, 4), draw(2, 3, 4)
+    if impl == "nonzeros" and len(shape) == 2:
+        return
+    a, p, n = draw(0, 5, 4), draw(1, 5, 4), draw(2, *shape, 4)
     options = {"symmetric": symmetric, "impl": impl}
-    expected = info_nce_loss(a[:4], p[:4], n[:2], **options)
+    expected = info_nce_loss(a[:4], p[:4], n[:2] if len(shape) == 1 else n[:4, :2], **options)
     mask = torch.ones(5, 8)
     mask[4], mask[:, 4], mask[:, 7] = 0, 0, 0
-    a[4], p[4, 1], n[2, 0] = value, value, value
+    a[4], p[4, 1], n[..., 2, 0] = value, value, value
     loss, *gradients = value_and_gradients(
         lambda *x: info_nce_loss(*x, candidate_mask=mask, **options), a, p, n
     )
     torch.testing.assert_close(loss, expected)
     for gradient, row in zip(gradients, (4, 4, 2), strict=True):
         assert gradient.isfinite().all()
-        assert not gradient[row].any()
-        assert gradient[:row].any(1).all()
-
-
-@pytest.mark.parametrize(
-    ("impl", "decoupled"),
-    [("definition", False), ("definition", True), ("direct", False), ("blocks", False)],
-)
-def test_a_row_misses_some_of_its_own_negatives(impl, decoupled):
-    a, p, n = draw(0, 3, 4), draw(1, 3, 4), draw(2, 3, 2, 4)
-    n[1, 1], n[2] = torch.nan, torch.nan
-    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
-    loss = info_nce_loss(a, p, n, candidate_mask=mask, decoupled=decoupled, impl=impl)
-    rows = [
-        info_nce_loss(a[[i]], p[[i]], torch.cat([p[others], n[i, :kept]]), decoupled=decoupled)
-        for i, (others, kept) in enumerate((([1, 2], 2), ([0, 2], 1), ([0, 1], 0)))
-    ]
-    torch.testing.assert_close(loss, torch.stack(rows).mean())
+        absent = gradient[..., 2, :] if row == 2 else gradient[4]
+        assert not absent.any()
+        assert gradient[:row].any(-1).sum() >= row
 
 
 @pytest.mark.parametrize(
@@ -198,18 +186,6 @@ def test_outside_the_batch_there_are_negatives_and_no_positive_mask(options):
 def test_vectors_without_a_dimension_are_all_alike():
     nothing = torch.zeros(4, 0)
     assert info_nce_loss(nothing, nothing).item() == pytest.approx(math.log(4))
-
-
-@pytest.mark.parametrize("temperature", [1e39, 1e-40])
-def test_a_temperature_beyond_single_precision_is_left_to_the_definition(temperature):
-    a, p = draw(0, 3, 4).float().requires_grad_(), draw(1, 3, 4).float()
-    with pytest.raises(ValueError, match=r"expected `temperature` from .+ to .+, got"):
-        info_nce_loss(a, p, temperature=temperature, impl="direct")
-    torch.testing.assert_close(
-        info_nce_loss(a, p, temperature=temperature),
-        info_nce_loss(a, p, temperature=temperature, impl="definition"),
-        equal_nan=True,
-    )
 
 
 def test_what_is_no_candidate_hides_its_nan_from_a_decoupled_row():

@@ -68,6 +68,13 @@ def test_behind_a_relu_a_silent_text_has_a_gradient_through_its_logits_only():
     assert alive.sum().item() == pytest.approx(-1)
 
 
+@pytest.mark.cpu_only
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_an_entry_below_zero_has_no_rank_among_the_zeros():
+    with pytest.raises(ValueError, match=r"expected `activations` >= 0, got -2"):
+        min_activation_loss(torch.tensor([[1.0, -2.0]]).to_sparse_csr(), top_k=1)
+
+
 def test_a_negative_token_count_is_no_token():
     x = torch.rand(2, 6)
     rows = min_activation_loss(x, torch.tensor([-1, 3]), threshold=2.0, reduction="none")

@@ -79,12 +79,13 @@ def test_only_the_reference_sets_shift_and_scale(seed, scale, shift):
     mixed = mix_teachers([one, two, three], weights=[1.0, 2.0, 0.5])
     moved = mix_teachers([one, scale * two + shift, three], weights=[1.0, 2.0, 0.5])
     torch.testing.assert_close(moved, mixed, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(mixed.mean(1), one.mean(1))
-    torch.testing.assert_close(mixed.std(1), one.std(1))
     given_numbers = mix_teachers([one, two], reference=(4.0, 2.0))
-    torch.testing.assert_close(given_numbers.mean(1), torch.full((3,), 4.0, dtype=torch.float64))
-    spread = torch.full((3,), 2.0, dtype=torch.float64)
-    torch.testing.assert_close(given_numbers.std(1, correction=0), spread)
+    for found, mean, spread in (
+        (mixed, one.mean(1), one.std(1, correction=0)),
+        (given_numbers, torch.full_like(one[:, 0], 4.0), torch.full_like(one[:, 0], 2.0)),
+    ):
+        torch.testing.assert_close(found.mean(1), mean)
+        torch.testing.assert_close(found.std(1, correction=0), spread)
 
 
 @given(seeds)
@@ -104,27 +105,21 @@ def test_a_row_that_the_reference_lacks_gets_its_mean_moments():
     torch.testing.assert_close(mixed, torch.tensor([[1.0, 3.0], [3.0, 9.0], [6.0, 2.0]]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_the_result_has_no_gradient_and_the_dtype_of_the_computation(dtype):
-    scores = torch.tensor([[0.5, 0.25, -1.0]], dtype=dtype, requires_grad=True)
-    mixed = mix_teachers([scores, scores])
-    assert mixed.dtype == torch.float32
-    assert not mixed.requires_grad
-    assert mix_teachers([scores.double()]).dtype == torch.float64
+def test_the_result_has_no_gradient_and_the_dtype_of_the_computation():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for shape in ((0, 3), (2, 0), (2, 3)):
+            mixed = mix_teachers([torch.ones(shape, dtype=dtype, requires_grad=True)] * 2)
+            assert mixed.shape == shape
+            assert mixed.dtype == torch.promote_types(dtype, torch.float32)
+            assert not mixed.requires_grad
 
 
 def test_a_nan_shows_in_its_row_unless_it_is_masked():
     scores = torch.tensor([[1.0, torch.nan, 2.0], [1.0, 2.0, 3.0]])
     mixed = mix_teachers([torch.ones(2, 3).cumsum(1), scores])
-    assert mixed[0].isnan().all()
-    assert mixed[1].isfinite().all()
+    assert mixed.isnan().tolist() == [[True] * 3, [False] * 3]
     mask = torch.tensor([[1, 0, 1], [1, 1, 1]])
     assert mix_teachers([scores], candidate_mask=mask)[0].tolist() == [1.0, -torch.inf, 2.0]
-
-
-def test_no_row_and_no_candidate():
-    assert mix_teachers([torch.zeros(0, 3)]).shape == (0, 3)
-    assert mix_teachers([torch.zeros(2, 0)]).shape == (2, 0)
 
 
 @pytest.mark.parametrize(

@@ -21,21 +21,18 @@ def both_views(q, p):
     return LOSS(torch.cat([q, p]), torch.cat([p, q]), positive_ids=torch.arange(Q).repeat(2))
 
 
-@pytest.mark.parametrize("call", ["NT-Xent of pairs", "NT-Xent of both views", "SupCon of labels"])
-def test_pytorch_metric_learning(columns, call):
+@pytest.mark.parametrize(
+    ("loss", "labels"), [("NTXentLoss", range(Q)), ("SupConLoss", [0, 1, 0, 2])]
+)
+def test_pytorch_metric_learning(columns, loss, labels):
     """Labels that are one tensor mean to them that the rows are the same: hence a clone."""
     losses = pytest.importorskip("pytorch_metric_learning.losses")
-    if call == "NT-Xent of both views":
-        theirs = losses.NTXentLoss(temperature=T)
-        value = theirs(torch.cat(columns), torch.arange(Q).repeat(2))
-        return assert_equal(value, both_views(*columns), *columns)
-    # Every denominator of SupCon holds all candidates, in both.
-    is_pairs = call == "NT-Xent of pairs"
-    labels = torch.arange(Q) if is_pairs else torch.tensor([0, 1, 0, 2])
-    theirs = (losses.NTXentLoss if is_pairs else losses.SupConLoss)(temperature=T)
+    labels, theirs = torch.tensor([*labels]), getattr(losses, loss)(temperature=T)
     value = theirs(columns[0], labels, ref_emb=columns[1], ref_labels=labels.clone())
-    ours = LOSS(*columns, positive_mask=labels[:, None] == labels)
-    return assert_equal(value, ours, *columns)
+    assert_equal(value, LOSS(*columns, positive_mask=labels[:, None] == labels), *columns)
+    if loss == "NTXentLoss":
+        value = theirs(torch.cat(columns), torch.arange(Q).repeat(2))
+        assert_equal(value, both_views(*columns), *columns)
 
 
 def test_simclr_has_the_own_side_as_negatives(columns):
