@@ -284,8 +284,12 @@ class SpladeEncoder(nn.Module):
         hidden: Tensor = model(**self._inputs | inputs)[0]
         return hidden
 
-    def gradient_checkpointing_enable(self, **options: Any) -> None:
+    def activation_checkpointing_enable(self, **options: Any) -> None:
         """Recompute the model's layers in the backward pass; a Trainer of transformers asks."""
+        self.model.activation_checkpointing_enable(**options)
+
+    def gradient_checkpointing_enable(self, **options: Any) -> None:
+        """Do so in a transformers that has this name for it."""
         self.model.gradient_checkpointing_enable(**options)
 
     def tokenize(

@@ -257,6 +257,24 @@ def test_adapters_in_the_head_are_taken_or_refused_when_added_or_removed(
         dense(adapted)
 
 
+def test_gradients_are_the_same_with_checkpoints():
+    encoder = make().train()
+    batch, gradients, layers = encoder.tokenize(TEXTS), [], []
+    first = encoder.model.bert.encoder.layer[0].attention
+    first.register_forward_hook(lambda *call: layers.append(len(gradients)))
+    for _ in range(2):
+        encoder.zero_grad()
+        torch.manual_seed(1)  # of dropout
+        encoder(**batch).square().sum().backward()
+        gradients.append([x.grad.clone() for x in encoder.parameters() if x.grad is not None])
+        is_new = hasattr(encoder.model, "activation_checkpointing_enable")
+        kind = "activation" if is_new else "gradient"
+        options = {f"{kind}_checkpointing_kwargs": {"use_reentrant": False}}
+        getattr(encoder, f"{kind}_checkpointing_enable")(**options)
+    torch.testing.assert_close(*gradients)
+    assert layers == [0, 1, 1]  # once more in the second backward pass
+
+
 def test_shift_that_adapters_are_saved_without_is_warned_of():
     encoder = make()
     encoder.calibrate(TEXTS, 20, method="shift", verbose=False)
