@@ -148,15 +148,13 @@ def _kl(
     rows = (sum_over_ranks(rows) if gather else rows).clamp(min=1)
     # Beyond this limit both distributions are equal, and T^2 is infinite: 0 * inf is NaN.
     most = limits.max**0.5 / 2
-    is_learned = isinstance(temperature, Tensor)
     if isinstance(temperature, Tensor):
         temperature = temperature.clamp(max=most)
+        p = p * temperature * weight / rows
     else:
         temperature = min(temperature, most)
-    if is_learned or torch.compiler.is_compiling():
-        p = p * temperature * weight / rows  # PyTorch 2.6 would compile every product of two anew
-    else:
-        p = p / (rows / (weight * temperature))
+        is_traced = torch.compiler.is_compiling()  # PyTorch 2.6 compiles a product of numbers anew
+        p = p * temperature * weight / rows if is_traced else p / (rows / (weight * temperature))
     value = p.flatten().dot(divergence) * temperature
     value = sum_over_ranks(value) if gather else value
     return value, log_softmax_backward(excess.mul_(p), log_q) if needs_gradient else value

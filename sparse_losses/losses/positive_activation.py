@@ -70,15 +70,15 @@ def positive_activation_loss(
     ignored = id_mask("ignore_token_ids", ignore_token_ids, x.shape[1], ids.device)
     if ignored is not None:
         attended = attended & ~ignored[ids * attended]
-    ids, repeats = distinct_ids(ids, attended)
+    ids, repeats = distinct_ids(ids, attended)  # what is not attended counts as a repeat
     found = values_at(x, ids) if x.layout == torch.sparse_csr else x.gather(1, ids)
     if saturating:
         found = nnf.logsigmoid(found.to(dtype).masked_fill(repeats, 0.0))
-    if token_weight is None:
+    if token_weight is None:  # minus the number of tokens
         divisor = repeats.sum(-1, keepdim=True, dtype=dtype) - ids.shape[1]
     else:
         weight = token_weight[ids].masked_fill(repeats, 0.0)
-        is_void = ~weight.any(-1, keepdim=True)  # a NaN weight is none, so that it is visible
+        is_void = ~weight.any(-1, keepdim=True)  # a NaN is not 0, so that it is visible
         repeats = repeats | is_void
         if ids.shape[1]:  # a mean sees no scale, and sums of scaled weights stay in range
             largest = weight.detach().amax(-1, keepdim=True)
