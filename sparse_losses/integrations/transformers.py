@@ -100,9 +100,9 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         if isinstance(state.stateful_callbacks.get(type(self).__name__), list):
             raise ValueError("expected one TrainingState for all schedules, got several")
         optimizer, model = objects["optimizer"], objects["model"]
+        self._calibration = {"model": model, **self.calibrate}
         if self.calibrate:
-            self.calibrate = {"model": model, **self.calibrate}
-            _check_calibration(**self.calibrate)
+            _check_calibration(**self._calibration)
         its_own = {id(x) for x in model.parameters()}
         self._learned = {
             f"{key}.{name}": x
@@ -140,7 +140,7 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             best = Path(state.best_model_checkpoint, "trainer_state.json")
             self._restore(TrainerState.load_from_json(str(best)), schedules=False)
         if self.calibrate:
-            sl.calibrate(**{"verbose": state.is_world_process_zero, **self.calibrate})
+            sl.calibrate(**{"verbose": state.is_world_process_zero, **self._calibration})
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Average the gradients of the learned parameters over the processes."""
