@@ -1,5 +1,6 @@
 """A callback for the ``Trainer`` of transformers, and for all trainers that inherit from it."""
 
+import contextlib
 import inspect
 import math
 import warnings
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import sparse_losses as sl
 from sparse_losses._core.extras import from_extra
 from sparse_losses.distributed import sum_over_ranks
-from sparse_losses.representation.encoding import check_texts
+from sparse_losses.sparsity.calibration import checked
 
 with from_extra("transformers"):
     from transformers import TrainerCallback, TrainerState
@@ -102,7 +103,9 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         optimizer, model = objects["optimizer"], objects["model"]
         self._calibration = {"model": model, **self.calibrate}
         if self.calibrate:
-            _check_calibration(**self._calibration)
+            bound = inspect.signature(sl.calibrate).bind(**self._calibration)
+            with contextlib.ExitStack() as stack:
+                checked(stack, **bound.arguments)
         its_own = {id(x) for x in model.parameters()}
         self._learned = {
             f"{key}.{name}": x
@@ -209,13 +212,3 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Add the terms to the metrics that the trainer returns and compares."""
         metrics.update(self._evaluated)
         self._evaluated = {}
-
-
-def _check_calibration(**arguments: Any) -> None:
-    """Raise before training for what ``calibrate`` would refuse after it."""
-    model = inspect.signature(sl.calibrate).bind(**arguments).arguments["model"]
-    if not hasattr(model, "encode_document"):
-        kind = type(model).__name__
-        raise TypeError(f"expected a SpladeEncoder or SparseEncoder to calibrate, got {kind}")
-    for name in ("documents", "queries"):
-        check_texts(arguments.get(name) or [])

@@ -269,7 +269,7 @@ class SpladeHead(LossModule):
                 self.register_constant(name, tensor)
         if isinstance(threshold, Tensor):
             del self.threshold
-            self.register_constant("threshold", threshold)
+            self.register_buffer("threshold", threshold.detach())
         # The projection of a model, which may have adapters. It is the model's: hence no submodule.
         self._linear: tuple[Any, ...] = ()
         self._places: tuple[Any, ...] = ()  # of the layers before it: owner, name, layer
