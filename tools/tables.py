@@ -117,13 +117,14 @@ def ranking(*documents: str, front: bool = False) -> str:
     """nDCG@10 after pruning to the same numbers, and the products; means over the seeds."""
     runs: dict[tuple[str, int, str], list[Row]] = {}
     for row in read(RESULTS / "collection.csv"):
-        way = row["arm"].split(", ")[-1]
+        start, _, way = row["arm"].rpartition(", ")
         if front and (way not in WAYS or row["model"] != "cognition"):
             continue
         way = re.sub(r"^gain (\d+) by (.+)", r"FLOPS by an integral gain of \2 to \1", way)
         way = re.sub(r"^gain (\d+)", r"FLOPS by an integral gain to \1", WAYS.get(way, way))
         way = re.sub(r"^topk (\d+) from", r"BatchTopK to \1 from", way)
         way += ", by cosines" if row["similarity"] == "cosine" else ""
+        way += f", from {start[6:]} dimensions" if start == "start 64" else ""
         if row["asked_document"] in documents:
             runs.setdefault((row["model"], -int(row["asked_document"]), way), []).append(row)
     collections = list(dict.fromkeys(row["collection"] for own in runs.values() for row in own))
