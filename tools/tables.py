@@ -248,6 +248,17 @@ def from_dense() -> str:
     return markdown(("collection", "start", *starts), rows, words=2)
 
 
+def teachers() -> str:
+    """nDCG@10 of a student at 64 dimensions, by the form of its teacher's scores; seeds' means."""
+    cells: dict[str, dict[str, list[float]]] = {}
+    for row in read(RESULTS / "teachers.csv"):
+        if row["asked_document"] == "64":
+            own = cells.setdefault(row["teacher"], {}).setdefault(row["collection"].upper(), [])
+            own.append(float(row["ndcg_10"]))
+    rows = [(form, *(share(mean(x)) for x in own.values())) for form, own in cells.items()]
+    return markdown(("the teacher's scores", *cells["none"]), rows)
+
+
 BOTH = {"eager": "plain formulas", "ours": "sparse-losses"}
 STEP = {"use_splade_head": "with `use_splade_head`", PEER: "without"}
 TABLES: dict[str, Callable[[], str]] = {
@@ -265,6 +276,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "verdicts": verdicts,
     "from dense": from_dense,
+    "teachers": teachers,
     "demo": functools.partial(demo, "rankings"),
     "demo vectors": functools.partial(demo, "vectors"),
 }
