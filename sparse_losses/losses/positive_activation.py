@@ -72,10 +72,8 @@ def positive_activation_loss(
         attended = attended & ~ignored[ids * attended]
     ids, repeats = distinct_ids(ids, attended)  # what is not attended counts as a repeat
     found = values_at(x, ids) if x.layout == torch.sparse_csr else x.gather(1, ids)
-    if saturating:
-        found = nnf.logsigmoid(found.to(dtype).masked_fill(repeats, 0.0))
     if token_weight is None:  # minus the number of tokens
-        divisor = repeats.sum(-1, keepdim=True, dtype=dtype) - ids.shape[1]
+        weight, divisor = None, repeats.sum(-1, keepdim=True, dtype=dtype) - ids.shape[1]
     else:
         weight = token_weight[ids].masked_fill(repeats, 0.0)
         is_void = ~weight.any(-1, keepdim=True)  # a NaN is not 0, so that it is visible
@@ -83,7 +81,10 @@ def positive_activation_loss(
         if ids.shape[1]:  # a mean sees no scale, and sums of scaled weights stay in range
             largest = weight.detach().amax(-1, keepdim=True)
             weight = (weight / largest.masked_fill(is_void, 1.0)).masked_fill(repeats, 0.0)
-        found, divisor = found * weight, -weight.sum(-1, keepdim=True)
+        divisor = -weight.sum(-1, keepdim=True)
+    if saturating:
+        found = nnf.logsigmoid(found.to(dtype).masked_fill(repeats, 0.0))
+    found = found if weight is None else found * weight
     is_mean = reduction == "mean" and not gather
     if is_mean:  # of the rows too, in the same division
         divisor = divisor * number_of_nonzeros(divisor.detach())

@@ -57,7 +57,7 @@ class Texts(NamedTuple):
             present = [x for x in pair if x is not None]
             if len(present) == 1:
                 raise ValueError(f"expected `{name}` of both texts that are joined, or of neither")
-            longest = max((x.shape[-1] for x in present), default=0)
+            longest = max([0, *(x.shape[-1] for x in present)])
             pads = [(x, longest - x.shape[-1]) for x in present]
             padded = [nnf.pad(x, (0, n)) if n else x for x, n in pads]
             fields.append(concatenated(padded) if padded else None)
