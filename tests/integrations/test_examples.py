@@ -17,7 +17,7 @@ ALONE = ["train_with_transformers", "train_with_accelerate", "train_with_lightni
 
 # Lightning advises more workers and a logging interval that a tiny data set does not have.
 @pytest.mark.filterwarnings("ignore:.*(num_workers|logging interval).*")
-@pytest.mark.filterwarnings("ignore:sentence-transformers does not apply document_thr:UserWarning")
+@pytest.mark.filterwarnings("ignore:sentence-transformers does not apply thresholds:UserWarning")
 @pytest.mark.parametrize("name", ALONE)
 def test_example_trains_and_resumes(name, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
