@@ -253,8 +253,8 @@ def teachers() -> str:
     cells: dict[str, dict[str, list[float]]] = {}
     for row in read(RESULTS / "teachers.csv"):
         if row["asked_document"] == "64":
-            own = cells.setdefault(row["teacher"], {}).setdefault(row["collection"].upper(), [])
-            own.append(float(row["ndcg_10"]))
+            own = cells.setdefault(row["teacher"], {})
+            own.setdefault(row["collection"].upper(), []).append(float(row["ndcg_10"]))
     rows = [(form, *(share(mean(x)) for x in own.values())) for form, own in cells.items()]
     return markdown(("the teacher's scores", *cells["none"]), rows)
 

@@ -289,7 +289,7 @@ def position_limits(model: Any) -> list[int]:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode within the block, then restore the mode of every module."""
     modes = [(module, module.training) for module in model.modules()]
-    kinds = [(x, x.attention_type) for x, _ in modes if hasattr(x, "set_attention_type")]
+    kinds: list[Any] = [(x, x.attention_type) for x, _ in modes if hasattr(x, "set_attention_type")]
     model.eval()
     try:
         yield

@@ -356,12 +356,13 @@ class SpladeHead(LossModule):
         options |= {"transform": found.transform, "softcap": found.softcap}
         options["logit_scale"] = found.logit_scale
         head = cls(found.linear.weight, found.linear.bias, **options)
+        layers: Any = found.transform or ()
         head._linear = (found.linear,)
         head._places = tuple(
             (owner, name, layer)
             for owner in unwrapped(model).modules()
             for name, layer in owner.named_children()
-            if layer in (found.transform or ())
+            if any(layer is x for x in layers)
         )
         return head
 
