@@ -259,6 +259,7 @@ def teachers() -> str:
     return markdown(("the teacher's scores", *cells["none"]), rows)
 
 
+TRAINED = ("as it is", "FLOPS as documented", SPARSE, *ACTS.values())
 BOTH = {"eager": "plain formulas", "ours": "sparse-losses"}
 STEP = {"use_splade_head": "with `use_splade_head`", PEER: "without"}
 TABLES: dict[str, Callable[[], str]] = {
@@ -271,9 +272,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality": functools.partial(ranking, "64", "32", "16", front=True),
     "ranking": functools.partial(ranking, "128", "64", "32", "16"),
     "start": functools.partial(battery, *STARTS),
-    "battery": functools.partial(
-        battery, "as it is", "FLOPS as documented", SPARSE, *ACTS.values()
-    ),
+    "battery": functools.partial(battery, *TRAINED),
     "verdicts": verdicts,
     "from dense": from_dense,
     "teachers": teachers,
