@@ -95,13 +95,14 @@ def memory() -> str:
     return markdown(("loss", "case", *heading), rows, words=2)
 
 
-def pivot(file: str, key: str, variants: Mapping[str, str]) -> str:
-    """Memory and time: a row for each value of a column, a cell for each variant."""
-    rows: dict[str, dict[str, str]] = {}
+def pivot(file: str, variants: Mapping[str, str], *keys: str) -> str:
+    """Memory and time: a row for each value of some columns, a cell for each variant."""
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
     for row in read(BENCHMARKS / file):
-        rows.setdefault(row[key], {})[row["variant"]] = cost(row)
-    cells = [[f"{int(value):,}", *map(row.__getitem__, variants)] for value, row in rows.items()]
-    return markdown((key, *variants.values()), cells, words=0)
+        about = tuple(MODELS.get(row[key], row[key]) for key in keys)
+        rows.setdefault(about, {})[row["variant"]] = cost(row)
+    cells = [[*about, *map(row.__getitem__, variants)] for about, row in rows.items()]
+    return markdown((*keys, *variants.values()), cells, words=len(keys) - 1)
 
 
 MODELS = {
@@ -260,13 +261,12 @@ def teachers() -> str:
 
 
 TRAINED = ("as it is", "FLOPS as documented", SPARSE, *ACTS.values())
-BOTH = {"eager": "plain formulas", "ours": "sparse-losses"}
-STEP = {"use_splade_head": "with `use_splade_head`", PEER: "without"}
+REAL = {PEER: "without", "use_splade_head": "with the head", "use_splade_head, CSR": "and CSR"}
 TABLES: dict[str, Callable[[], str]] = {
     "front": front,
     "memory": memory,
-    "gpu": lambda: pivot("cuda-training.csv", "pairs", BOTH),
-    "step": lambda: pivot("sentence-transformers-step.csv", "vocabulary", STEP),
+    "gpu": lambda: pivot("cuda-training.csv", {"eager": "plain", "ours": "sparse-losses"}, "pairs"),
+    "trainer step": lambda: pivot("trainer-step.csv", REAL, "model", "batch", "dtype"),
     "compatibility": compatibility.table,
     "language models": language_models,
     "quality": functools.partial(ranking, "64", "32", "16", front=True),
