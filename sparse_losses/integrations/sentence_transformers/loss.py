@@ -268,7 +268,7 @@ TERMS: dict[type, Callable[[Any], Any]] = {
 DISTILLED = (sl.DistillationLoss, sl.MarginMSELoss, sl.RankNetLoss)
 # By class the least number of columns, what computes the loss, its options.
 LOSSES: dict[type, tuple[Any, ...]] = {
-    sl.SpladeObjective: (2, _of_batch, "labels_are_ids", "teacher", "score_anchors"),
+    sl.SpladeObjective: (2, _of_batch, "labels_are_ids", "teacher"),
     sl.InfoNCELoss: (2, _of_batch, "labels_are_ids"),
     sl.TripletMarginLoss: (3, _of_batch, "labels_are_ids"),
     **dict.fromkeys(DISTILLED, (3, _of_batch)),
