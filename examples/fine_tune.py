@@ -20,7 +20,7 @@ def main(
     print(f"Recall@10 before: {data.recall(encoder, held_out):.3f}")
 
     info_nce = InfoNCELoss(similarity="dot", temperature=1.0)
-    optimizer = torch.optim.AdamW(encoder.parameters(), lr=2e-5)
+    optimizer = torch.optim.AdamW(encoder.parameters(), lr=2e-5)  # keeps what it knows
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
     encoder.train()
     for queries, documents in data.batches(train, 16, steps):

@@ -23,7 +23,7 @@ def main(
     print(f"Recall@10 before: {data.recall(encoder, held_out):.3f}")
 
     info_nce = InfoNCELoss(similarity="dot", temperature=1.0)
-    optimizer = torch.optim.AdamW(encoder.parameters(), lr=5e-5)
+    optimizer = torch.optim.AdamW(encoder.parameters(), lr=5e-5)  # its head is new
     encoder.train()
     for queries, documents in data.batches(train, 16, steps):
         loss = info_nce(

@@ -67,7 +67,7 @@ def main(
     encoder.eval()
     foreign.append(foreign_share(encoder, documents, allowed))
     print(f"share of other scripts: {foreign[0]:.1%} -> {foreign[1]:.1%}")
-    calibrate(encoder, documents, 64, queries=queries, query_target=24)
+    calibrate(encoder, documents, 64, queries=queries, query_target=32)
     encoder.save_pretrained(folder)
     return foreign
 

@@ -23,9 +23,10 @@ def load(model: str) -> SpladeEncoder:
     kind = AutoModelForCausalLM if is_decoder else AutoModelForMaskedLM
     base = kind.from_pretrained(model)
     adapters = LoraConfig(r=16, lora_alpha=32, **(DECODER if is_decoder else MASKED))
-    options = {"pool_special_tokens": False, "max_length": 128}
-    if is_decoder:  # its logits are large at first
-        options["logit_scale"] = base.config.hidden_size**-0.25
+    options = {"max_length": 128}
+    if is_decoder:  # its logits are large at first, and its first token may win every maximum
+        scale = base.config.hidden_size**-0.25
+        options |= {"logit_scale": scale, "pool_special_tokens": False}
     tokenizer = AutoTokenizer.from_pretrained(model)
     return SpladeEncoder(get_peft_model(base, adapters), tokenizer, **options)
 
@@ -40,7 +41,7 @@ def main(
     print(f"{sum(map(torch.numel, learned)):,} parameters learn")
 
     info_nce = InfoNCELoss(temperature=0.05)  # cosines: a decoder starts dense
-    optimizer = torch.optim.AdamW(learned, lr=1e-4)
+    optimizer = torch.optim.AdamW(learned, lr=1e-4)  # adapters start at 0
     encoder.train()
     for queries, documents in data.batches(train, 16, steps):
         loss = info_nce(

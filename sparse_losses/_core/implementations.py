@@ -96,8 +96,8 @@ def explain(loss: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
     Args:
         loss: a loss function or module, ``splade_head`` or ``splade_pool``, not compiled.
-        *args: what it would be called with; with ``gather=True`` on every rank.
-        **kwargs: likewise.
+        *args: the positional arguments of the call.
+        **kwargs: its keyword arguments. With ``gather=True``, call ``explain`` on every rank.
 
     Returns:
         A line with the name of the implementation, and a line for each one that comes before it.

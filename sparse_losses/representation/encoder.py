@@ -68,9 +68,9 @@ class SpladeEncoder(nn.Module):
         bidirectional: Whether each position of a causal language model attends to later ones.
         prune_ratio: The default ``prune_ratio`` of ``encode``.
         max_active_dims: The default ``max_active_dims`` of ``encode``.
-        budgets: Two thresholds, of documents and of queries, or ``None``, by the number of active
-            dimensions that they give a document; the largest number is the default. A dimension is
-            0 unless its pooled logit is above the threshold. ``calibrate`` sets these.
+        budgets: A dict that ``calibrate`` sets. Each number of a document's active dimensions has
+            two thresholds, of documents and of queries; either may be ``None``. A dimension is
+            0 unless its pooled logit is above. The largest number is the default.
         keep_at_least: How many of its largest dimensions a text keeps whatever the threshold is.
         prompts: What ``encode`` puts before texts: a dict with ``"document"`` and ``"query"``.
 

@@ -40,9 +40,9 @@ def splade_pool(
         threshold: a number or ``[V]``.
         return_logits: also return the maximum itself, signed, for losses that must reach inactive
             tokens.
-        impl: ``"definition"`` computes operation by operation; ``"nonzeros"``, on the CPU only, has
-            its own gradient over active entries; ``"auto"`` uses ``"nonzeros"`` on the CPU, except
-            for texts with few logits and for short texts that activate half of the vocabulary.
+        impl: ``"definition"`` is the formula. ``"nonzeros"``, on the CPU only, has its own gradient
+            at active entries. ``"auto"`` takes it on the CPU, unless there are few logits, or texts
+            are short and activate half of the vocabulary.
 
     Returns:
         Activations ``[B, V]`` >= 0, fp32 (fp64 for fp64 logits); with ``return_logits`` a pair with

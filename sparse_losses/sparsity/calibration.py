@@ -142,10 +142,10 @@ def calibrate(
     queries' is returned. The thresholds take the place of the model's ``max_active_dims``, which
     becomes ``None``.
 
-    ``"shift"`` is for a start, before training: it subtracts a number from the bias of the
-    vocabulary projection (of the importance layer with ``expansion=False``), which changes both
-    sides and can add dimensions, and removes thresholds. A bias in half precision may miss the
-    number by a few percent.
+    ``"shift"`` is for a start, before training. It subtracts a number from the bias of the
+    vocabulary projection (with ``expansion=False``, of the importance layer) and removes
+    thresholds. This changes both sides, and can add dimensions. A bias in half precision may miss
+    the number by a few percent.
 
     With ``target_products`` one threshold (or shift) for both sides gives
     $\sum_j p_q(j) \, p_d(j)$ products of a query and a document; $p(j)$ is the share of a side's
