@@ -160,6 +160,6 @@ MAPS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "gather": (_gathered, "scatter"),
     "scatter": (_scattered, "gather"),
     "sum": (_summed, "sum"),
-    "share": (lambda x: x.view_as(x), "mean"),
+    "share": (Tensor.clone, "mean"),
     "mean": (lambda x: _summed(x) / num_ranks(), "mean"),
 }

@@ -85,8 +85,8 @@ def distillation_loss(
     if len(student_scores) == 0 or not (alpha_kl > 0 or alpha_mse > 0):
         return student_scores[:0].sum()  # 0 and part of the graph
     absent = None if candidate_mask is None else ~candidate_mask
-    if not values_can_be_checked(teacher_scores) or teacher_scores.amin() == -torch.inf:
-        is_not_there = teacher_scores == -torch.inf
+    is_not_there = teacher_scores == -torch.inf
+    if not values_can_be_checked(teacher_scores) or is_not_there.any():
         absent = is_not_there if absent is None else absent | is_not_there
     arguments: dict[str, Any] = {
         "student_scores": student_scores,

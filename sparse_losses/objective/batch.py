@@ -57,6 +57,8 @@ class Texts(NamedTuple):
             present = [x for x in pair if x is not None]
             if len(present) == 1:
                 raise ValueError(f"expected `{name}` of both texts that are joined, or of neither")
+            if len(layouts := {x.layout for x in present}) > 1:
+                raise ValueError(f"expected `{name}` of both texts in one layout, got {layouts}")
             longest = max([0, *(x.shape[-1] for x in present)])
             pads = [(x, longest - x.shape[-1]) for x in present]
             padded = [nnf.pad(x, (0, n)) if n else x for x, n in pads]

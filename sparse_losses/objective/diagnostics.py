@@ -230,12 +230,15 @@ def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> Report:
         norm/document          0
         cosine/query/document  0
     """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("expected gradients to be recorded, got torch.inference_mode")
     leaves: list[Tensor] = []
     with torch.enable_grad():
         for side in batch._fields[:3]:
             if (texts := getattr(batch, side)) is None:
                 continue
             x = texts.activations if texts.logits is None else texts.logits
+            x = x.to_dense() if x.layout == torch.sparse_csr else x
             leaves.append(leaf := x.detach().to(compute_dtype(x=x)).requires_grad_())
             fields = {"activations": leaf}
             if (

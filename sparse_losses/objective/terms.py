@@ -142,7 +142,8 @@ def triplet_margin(loss: Loss = None) -> Term:
 
 def _triplet_margin(batch: SpladeBatch, loss: Any) -> Tensor:
     negative, mask = need(batch, "negative").activations, candidate_mask(batch)
-    negative = negative[:, None] if negative.ndim == 2 else negative
+    if negative.ndim == 2 and negative.layout == torch.strided:  # CSR the loss refuses by name
+        negative = negative[:, None]
     if mask is not None:
         own = own_candidates(mask, batch)
         mask = own[:, :1] & own[:, 1:]  # no margin without the positive

@@ -258,7 +258,7 @@ def _is_causal(model: Any) -> bool:
         lambda *call: embedded.append(call[-1].requires_grad_())
     )
     try:
-        with torch.enable_grad(), evaluating(model):
+        with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
             one = state(first)
             weighted = (one * torch.arange(len(one), device=one.device)).sum()
             gradient = torch.autograd.grad(weighted, embedded)[0]

@@ -1,5 +1,6 @@
 """The settings of a ``SpladeEncoder``, as saved, and the parts that it is built of."""
 
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -32,7 +33,10 @@ def check(settings: dict[str, Any], importance: str) -> None:
     for name, x in numbers.items():
         if x is not None and (name, x) != ("logit_scale", "auto"):
             check_number(name, x, minimum=0.0, exclusive=True)
-    for number, pair in settings["budgets"].items():
+    budgets = settings["budgets"]
+    if not isinstance(budgets, Mapping) or any(len(pair) != 2 for pair in budgets.values()):
+        raise ValueError(f"expected `budgets` as pairs of thresholds by number, got {budgets!r}")
+    for number, pair in budgets.items():
         for threshold in (x for x in pair if x is not None):
             check_number(f"budgets[{number}]", threshold, minimum=0.0)
     check_integer("keep_at_least", settings["keep_at_least"], minimum=0)

@@ -10,6 +10,7 @@ import torch
 import sparse_losses as sl
 import sparse_losses.functional as F
 from sparse_losses import distributed as d
+from sparse_losses.functional import info_nce_loss
 from sparse_losses.objective import terms
 from tests.cases import CASES, FIRST, to_tensors
 from tests.distributed.test_gather import PLAINEST, check, evaluate, part, reductions, whole
@@ -21,6 +22,17 @@ def test_value_and_averaged_gradients_are_those_of_one_process(case):
     for world in (2, 3) if case in PLAINEST else (2,):
         for reduction in reductions(case):
             run_threads(world, lambda own, w=world, r=reduction: check(case, own, w, r))
+
+
+def test_the_value_may_be_changed_in_place():
+    def changed(own):
+        x = torch.eye(4, requires_grad=True)
+        value = info_nce_loss(x, torch.eye(4), gather=True)
+        value /= 2
+        value.backward()
+        assert x.grad.any()
+
+    run_threads(2, changed)
 
 
 VOIDABLE = [case for case in CASES if case.invalidate and not case.square]

@@ -189,6 +189,16 @@ def test_scores_whose_range_overflows_have_a_kl():
     assert loss.item() == pytest.approx(math.log(1 + 2 / math.e), rel=1e-6)
 
 
+@pytest.mark.parametrize("standardize", ["batch", "row"])
+def test_a_hidden_nan_does_not_hide_a_gap(standardize):
+    teacher = torch.tensor([[math.nan, -math.inf, 1.0, 0.0, 2.0]])
+    student = torch.tensor([[0.5, 3.0, 0.2, -0.1, 0.4]])
+    mask = torch.tensor([[False, True, True, True, True]])
+    value = distillation_loss(student, teacher, candidate_mask=mask, standardize=standardize)
+    expected = distillation_loss(student[:, 2:], teacher[:, 2:], standardize=standardize)
+    torch.testing.assert_close(value, expected)
+
+
 def test_two_weights_of_zero_are_zero_with_a_graph():
     s = torch.full((3, 4), torch.nan)
     options = {"alpha_kl": 0.0, "alpha_mse": 0.0}

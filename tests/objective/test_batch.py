@@ -112,5 +112,7 @@ def test_documents_are_positives_and_then_negatives():
     expected = torch.cat([batch.positive.activations, batch.negative.activations.flatten(0, 1)])
     assert torch.equal(batch.texts("document").activations, expected)
     assert batch.texts("query") is batch.anchor
+    with pytest.raises(ValueError, match="expected `activations` of both texts in one layout"):
+        batch.anchor.join(Texts(torch.ones(1, V).to_sparse_csr(), *batch.anchor[1:]))
     joined = Texts(torch.ones(1, V), torch.ones(1, 2), torch.ones(1, 2)).join(batch.anchor)
     assert joined.input_ids[0].tolist() == joined.attention_mask[0].tolist() == [1, 1, 0, 0]

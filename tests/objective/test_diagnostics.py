@@ -203,6 +203,17 @@ def test_the_gradient_report_agrees_with_autograd(logits):
     assert report == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
+def test_the_gradient_report_of_sparse_activations_is_that_of_dense_ones():
+    run = objective({"query_flops": 1.0, "document_flops": 1.0})
+    x, y = _sparse(4), _sparse(4)
+    dense = gradient_report(run, SpladeBatch(Texts(x), Texts(y)))
+    sides = [Texts(side.to_sparse_csr()) for side in (x, y)]
+    assert gradient_report(run, SpladeBatch(*sides)) == pytest.approx(dense)
+    assert dense["norm/query_flops"] > 0
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"got torch\.inference_mode"):
+        gradient_report(run, SpladeBatch(*sides))
+
+
 def test_the_gradient_report_leaves_the_run_alone():
     encoder = torch.nn.Linear(4, V)
     hidden = encoder(torch.randn(6, 4))

@@ -218,6 +218,8 @@ def test_wrong_parts_and_settings_are_named():
         ({"prune_ratio": 1.0}, ValueError, r"expected `prune_ratio` in \[0, 1\), got 1.0"),
         ({"max_active_dims": 0}, ValueError, "expected `max_active_dims` to be an integer >= 1"),
         ({"budgets": {5: (-1.0, None)}}, ValueError, r"expected `budgets\[5\]` to be a finite"),
+        ({"budgets": {5: (0.1,)}}, ValueError, "expected `budgets` as pairs of thresholds"),
+        ({"budgets": [5]}, ValueError, "expected `budgets` as pairs of thresholds"),
         ({"keep_at_least": -1}, ValueError, "expected `keep_at_least` to be an integer >= 0"),
     ]:
         with pytest.raises(error, match=match):

@@ -40,7 +40,7 @@ def use_splade_head(
             ``SpladePooling("max")``, or of a ``Router`` with such sides. It is changed in place.
         layout: of the vectors in training mode. With ``torch.sparse_csr`` no ``[B, V]`` is stored:
             for a ``SentenceTransformersLoss`` of a loss that takes CSR tensors, without
-            mini-batches. In evaluation mode vectors are dense, for the rest of the library.
+            mini-batches, and not inside ``SpladeLoss``. In evaluation mode vectors are dense.
         logit_scale: a factor > 0 on the logits, of models whose head has a large norm. It is
             multiplied into the model's weights, which a folder saves: pass it once. ``"auto"``
             measures it on the first batch in training mode, as ``SpladeHead`` does. The model needs
@@ -68,6 +68,7 @@ def use_splade_head(
             else:
                 multiply(parameters, logit_scale)
         replaced.append((model, partial(_hidden_states, model)))
+        pooling.layout = layout
         replaced.append((pooling, partial(_pooled, pooling, model, layout, head)))
     for module, function in replaced:
         module.forward = function

@@ -100,7 +100,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         self._columns = list(sentence_features)
         inputs = [{k: x for k, x in one.items() if k != "texts"} for one in self._columns]
         if self.mini_batch_size is None:
-            return self.calculate_loss([[x] for x in self._embedded(*inputs)], labels)
+            return self.calculate_loss([[x] for x in self._embedded(inputs)], labels)
         kind = next(x.device.type for x in inputs[0].values() if isinstance(x, Tensor))
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         # Without a cache of weights: those of the first pass have no graph.
@@ -114,12 +114,12 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
                 total = total + ((parameter - parameter.detach()) * gradient).sum()
         return total
 
-    def _embedded(self, anchors: Any, *others: Any) -> list[Tensor]:
-        """Return the vectors of every column, of the others in one pass if they are dense."""
-        vectors = self.model(anchors)["sentence_embedding"]
-        if vectors.layout == torch.strided:
-            return [vectors, *embed_columns(self.model, others, separate_first=False)]
-        return [vectors, *(self.model(column)["sentence_embedding"] for column in others)]
+    def _embedded(self, columns: Sequence[Any]) -> list[Tensor]:
+        """Return the vectors of every column, of several in one pass if they are dense."""
+        if all(getattr(x, "layout", None) != torch.sparse_csr for x in self.model.modules()):
+            vectors: list[Tensor] = embed_columns(self.model, columns)
+            return vectors
+        return [self.model(column)["sentence_embedding"] for column in columns]
 
     def embed_minibatch(self, *args: Any, **options: Any) -> Any:
         """Embed a mini-batch: the second time, in the backward pass, under the same autocast."""
