@@ -259,7 +259,7 @@ def _is_causal(model: Any) -> bool:
     )
     try:
         with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
-            one = state(first)
+            one = state(first.clone())  # of inference mode it cannot be saved
             weighted = (one * torch.arange(len(one), device=one.device)).sum()
             gradient = torch.autograd.grad(weighted, embedded)[0]
     except RuntimeError:  # of quantised layers, or no embeddings were looked up
