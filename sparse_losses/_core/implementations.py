@@ -28,6 +28,11 @@ class Implementation(NamedTuple):
     purpose: str = "calls that gain from it"  # the calls for which `is_preferred`, in words
 
 
+def as_dict(call: Any) -> dict[str, Any]:
+    """Return the fields of a named tuple; PyTorch 2.6 cannot compile its ``_asdict``."""
+    return {name: getattr(call, name) for name in call._fields}
+
+
 def always(arguments: Arguments) -> bool:
     """``is_preferred`` of an implementation that is faster wherever it supports the call."""
     return True

@@ -7,7 +7,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.candidates import Call, directions
-from sparse_losses._core.implementations import compute
+from sparse_losses._core.implementations import as_dict, compute
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.products import as_dense
 from sparse_losses._core.reduction import Reduction, reduce
@@ -151,7 +151,7 @@ def info_nce_loss(
         reduction=reduction,
     )
     _check(call)
-    return compute(_definition, IMPLEMENTATIONS, impl, call._asdict())
+    return compute(_definition, IMPLEMENTATIONS, impl, as_dict(call))
 
 
 def _definition(**arguments: Any) -> Tensor:

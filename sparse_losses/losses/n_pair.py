@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.candidates import Call
-from sparse_losses._core.implementations import compute
+from sparse_losses._core.implementations import as_dict, compute
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.products import as_dense
 from sparse_losses._core.reduction import Reduction, reduce
@@ -60,7 +60,7 @@ def n_pair_loss(
         Improved Deep Metric Learning with Multi-class N-pair Loss Objective.
     """
     # The arguments of InfoNCE at temperature 1.
-    arguments = Call(anchor, positive, negative)._asdict()
+    arguments = as_dict(Call(anchor, positive, negative))
     arguments |= {"in_batch": negative is None, "gather": gather, "reduction": reduction}
     return compute(_definition, IMPLEMENTATIONS, "auto", arguments)
 

@@ -5,7 +5,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sparse_losses._core.implementations import Arguments, Implementation, always, compute
+from sparse_losses._core.implementations import (
+    Arguments,
+    Implementation,
+    always,
+    as_dict,
+    compute,
+)
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.own_gradient import temperature_reason
 from sparse_losses._core.products import as_single
@@ -161,7 +167,7 @@ def nws_loss(
         gather=gather,
         reduction=reduction,
     )
-    return compute(_definition, IMPLEMENTATIONS, impl, call._asdict())
+    return compute(_definition, IMPLEMENTATIONS, impl, as_dict(call))
 
 
 def _definition(**arguments: Any) -> Tensor:

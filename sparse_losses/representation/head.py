@@ -18,7 +18,13 @@ from sparse_losses._core.checks import (
     check_shapes,
     values_can_be_checked,
 )
-from sparse_losses._core.implementations import Arguments, Implementation, choose, is_exported
+from sparse_losses._core.implementations import (
+    Arguments,
+    Implementation,
+    as_dict,
+    choose,
+    is_exported,
+)
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import compute_dtype
@@ -136,7 +142,7 @@ def splade_head(
     dtype = compute_dtype(hidden=hidden, weight=weight, bias=bias, gate=gate)
     inputs = Inputs(hidden, weight, bias, attention_mask, gate, dtype)
     asked = {"sparse_grad": sparse_grad, "layout": layout}
-    chosen = choose(IMPLEMENTATIONS, impl, inputs._asdict() | asked)
+    chosen = choose(IMPLEMENTATIONS, impl, as_dict(inputs) | asked)
     options: Any = {"activation": activation, "softcap": softcap, "threshold": threshold}
     if layout == torch.sparse_csr:
         if chosen is None or not can_bring_its_gradient(hidden, weight):
