@@ -30,7 +30,7 @@ class Implementation(NamedTuple):
 
 def as_dict(call: Any) -> dict[str, Any]:
     """Return the fields of a named tuple; PyTorch 2.6 cannot compile its ``_asdict``."""
-    return {name: getattr(call, name) for name in call._fields}
+    return {name: getattr(call, name) for name in type(call)._fields}
 
 
 def always(arguments: Arguments) -> bool:

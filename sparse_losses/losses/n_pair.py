@@ -61,7 +61,7 @@ def n_pair_loss(
     """
     # The arguments of InfoNCE at temperature 1.
     arguments = as_dict(Call(anchor, positive, negative))
-    arguments |= {"in_batch": negative is None, "gather": gather, "reduction": reduction}
+    arguments.update({"in_batch": negative is None, "gather": gather, "reduction": reduction})
     return compute(_definition, IMPLEMENTATIONS, "auto", arguments)
 
 

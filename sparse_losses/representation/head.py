@@ -142,7 +142,7 @@ def splade_head(
     dtype = compute_dtype(hidden=hidden, weight=weight, bias=bias, gate=gate)
     inputs = Inputs(hidden, weight, bias, attention_mask, gate, dtype)
     asked = {"sparse_grad": sparse_grad, "layout": layout}
-    chosen = choose(IMPLEMENTATIONS, impl, as_dict(inputs) | asked)
+    chosen = choose(IMPLEMENTATIONS, impl, {**as_dict(inputs), **asked})
     options: Any = {"activation": activation, "softcap": softcap, "threshold": threshold}
     if layout == torch.sparse_csr:
         if chosen is None or not can_bring_its_gradient(hidden, weight):

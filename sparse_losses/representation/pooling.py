@@ -65,7 +65,7 @@ def splade_pool(
     """
     check_threshold(threshold, logits.shape[-1])
     arguments: dict[str, Any] = {"logits": logits, "attended": attention_mask}
-    arguments |= {"dtype": compute_dtype(logits=logits), "return_logits": return_logits}
+    arguments.update({"dtype": compute_dtype(logits=logits), "return_logits": return_logits})
     chosen = choose(IMPLEMENTATIONS, impl, arguments)
     compute: Callable[..., Any] = _definition if chosen is None else chosen.compute
     options: Any = {"activation": activation, "softcap": softcap, "threshold": threshold}
