@@ -23,7 +23,10 @@ from benchmarks.run import memory, timing
 from benchmarks.run.table import RESULTS, circumstances, markdown, write
 from sparse_losses.objective import terms
 
-WEIGHTS = {"query": 5e-5, "document": 3e-5}  # of FLOPS, as sentence-transformers documents them
+WEIGHTS: dict[terms.Side, float] = {
+    "query": 5e-5,
+    "document": 3e-5,
+}  # of FLOPS, as sentence-transformers documents them
 START = 256  # dimensions of a text of what was a dense encoder
 VARIANTS = ("sentence-transformers", "use_splade_head", "use_splade_head, CSR")
 
@@ -75,7 +78,7 @@ def stepper(folder: str, variant: str, pairs: int, length: int, dtype: str) -> C
         ours.use_splade_head(model, layout=torch.sparse_csr if is_csr else torch.strided)
     if variant == VARIANTS[2]:
         dots = sl.InfoNCELoss(temperature=1.0, similarity="dot")
-        flops = {f"{side}_flops": (x, terms.flops(side)) for side, x in WEIGHTS.items()}  # type: ignore[arg-type]
+        flops = {f"{side}_flops": (x, terms.flops(side)) for side, x in WEIGHTS.items()}
         objective = sl.SpladeObjective({"info_nce": (1.0, terms.info_nce(dots)), **flops})
         loss = ours.SentenceTransformersLoss(model, objective)
     arguments = SparseEncoderTrainingArguments(

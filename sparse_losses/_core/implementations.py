@@ -119,6 +119,8 @@ def explain(loss: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
           not "nonzeros": impl="direct" was asked for
           not "blocks": impl="direct" was asked for
     """
+    if not hasattr(loss, "declaration") and not hasattr(loss, "_declaration"):
+        raise TypeError(f"expected one loss, `splade_head` or `splade_pool`, got {loss!r}")
     taken, token = '"definition", which it has alone', _is_explained.set(True)
     try:
         loss(*args, **kwargs)

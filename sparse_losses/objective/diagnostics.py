@@ -135,7 +135,7 @@ class Diagnostics:
         columns = positive.sum(0, dtype=wide), is_active.sum(0, dtype=wide), top
         sums = torch.cat([*columns, torch.stack(by_text).sum(1, dtype=wide)])
         # Out of place: the state may come from inference mode.
-        self._sums = sums + self._sums.to(sums)
+        self._sums = sums + self._sums.to(sums, non_blocking=True)  # at first it is on the host
 
     def _recall(self, x: Tensor, ids: Any, mask: Any) -> tuple[Tensor, Tensor]:
         """Return the share of each text's tokens that are active, and whether it has any."""
@@ -241,9 +241,8 @@ def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> Report:
             x = x.to_dense() if x.layout == torch.sparse_csr else x
             leaves.append(leaf := x.detach().to(compute_dtype(x=x)).requires_grad_())
             fields = {"activations": leaf}
-            if (
-                texts.logits is not None
-            ):  # the activations, with the gradient of log1p(relu(logits))
+            if texts.logits is not None:
+                # The activations, with the gradient of log1p(relu(logits)).
                 slope = leaf.relu().log1p()
                 activations = texts.activations.detach() + (slope - slope.detach())
                 fields = {"activations": activations, "logits": leaf}

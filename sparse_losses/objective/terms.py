@@ -229,7 +229,7 @@ def flops(side: Side, loss: Loss = None, *, stopword_ids: TokenIds = ()) -> Term
 
 def language_penalty(side: Side, loss: nn.Module) -> Term:
     """The language penalty of one side; the loss has your allowed tokens."""
-    return flops(side, loss)
+    return Term(_activations, side=side, loss=loss, stopword_ids=())
 
 
 def _activations(batch: SpladeBatch, side: Side, loss: Any, stopword_ids: Tensor) -> Tensor:

@@ -63,8 +63,8 @@ def warn_of_adapters(model: nn.Module, what: str) -> None:
     """Warn of a change of weights that is lost when a model with adapters is saved."""
     if not all(map(saves_weights, model.modules())):
         warnings.warn(
-            f"expected a model without adapters, with which {what} is not saved, as it is in the "
-            "weights: merge the adapters before saving, or save the model before adding them",
+            f"with adapters {what} is not saved, because it is in the model's weights: merge the "
+            "adapters before saving, or save the model before adding them",
             stacklevel=3,
         )
 
@@ -245,9 +245,9 @@ def _is_causal(model: Any) -> bool:
     base, embedded = model.base_model, list[Tensor]()
     first = torch.arange(8, device=next(model.parameters()).device)[None] % 4
 
-    def state(ids: Tensor) -> Tensor:
+    def state(ids: Tensor) -> Any:
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | without_cache(base)
-        return base(**inputs)[0][0, 0]  # type: ignore[no-any-return]
+        return base(**inputs)[0][0, 0]
 
     with torch.no_grad(), evaluating(model):
         one, other = state(first), state(first + (first.cumsum(1) > 0))  # the same first token
@@ -259,7 +259,7 @@ def _is_causal(model: Any) -> bool:
     )
     try:
         with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
-            one = state(first.clone())  # of inference mode it cannot be saved
+            one = state(first.clone())  # autograd cannot save an inference tensor
             weighted = (one * torch.arange(len(one), device=one.device)).sum()
             gradient = torch.autograd.grad(weighted, embedded)[0]
     except RuntimeError:  # of quantised layers, or no embeddings were looked up

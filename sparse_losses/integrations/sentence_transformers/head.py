@@ -69,7 +69,7 @@ def use_splade_head(
                 multiply(parameters, logit_scale)
         replaced.append((model, partial(_hidden_states, model)))
         pooling.layout = layout
-        replaced.append((pooling, partial(_pooled, pooling, model, layout, head)))
+        replaced.append((pooling, partial(_pooled, pooling, model, head)))
     for module, function in replaced:
         module.forward = function
     return sparse_encoder
@@ -94,9 +94,7 @@ def _hidden_states(model: Any, **inputs: Any) -> Any:
     return MaskedLMOutput(logits=output[0], hidden_states=output.get("hidden_states"))
 
 
-def _pooled(
-    pooling: Any, model: Any, layout: torch.layout, head: Any, features: dict[str, Any]
-) -> dict[str, Any]:
+def _pooled(pooling: Any, model: Any, head: Any, features: dict[str, Any]) -> dict[str, Any]:
     """Do what the pooling does, for hidden states in the place of logits."""
     layer = projection_of(model)
     if not head.belongs_to(model) or len(layer.weight) != len(head.weight):
@@ -114,7 +112,7 @@ def _pooled(
     head.training = model.training
     if head.awaits_scale and head.training and not head._can_fold():
         raise RuntimeError("expected a batch in training mode, for the scale, before fully_shard")
-    layout = layout if model.training else torch.strided
+    layout = pooling.layout if model.training else torch.strided
     features["sentence_embedding"] = vectors = head(hidden, attention_mask, layout=layout)
     if getattr(pooling, "embedding_dimension", 0) is None:
         pooling.embedding_dimension = vectors.shape[1]

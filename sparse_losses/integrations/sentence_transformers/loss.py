@@ -218,7 +218,8 @@ def _of_labels(own: Any, labels: Any, size: int, count: int, shares: bool) -> di
         if own._kind is not sl.SpladeObjective:
             needed = "labels alone with `labels_are_ids=True`, as ids of documents"
             raise ValueError(f"{own._name} expected {needed}, got labels {list(labels.shape)}")
-    if own._kind is sl.MarginMSELoss and labels is not None and labels.numel() == size * count:
+    margins = [[size, count], *([[size]] if count == 1 else [])]
+    if own._kind is sl.MarginMSELoss and labels is not None and [*labels.shape] in margins:
         labels = nn.functional.pad(-labels.reshape(size, -1), (1, 0))  # scores of the margins
     received = None if labels is None else list(labels.shape)
     shapes = [[size], [size, 1 + count]] if own.labels_are_ids else [[size, 1 + count]]

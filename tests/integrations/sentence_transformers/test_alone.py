@@ -48,6 +48,8 @@ def test_labels_may_be_margins_where_only_margins_matter(sparse):
         for x in (margins[:, 0], runs.SCORES[:, :2])
     ]
     torch.testing.assert_close(*values)
+    with pytest.raises(ValueError, match=r"got \[2, 9\]"):  # as many numbers
+        wrapped.compute_loss_from_embeddings(vectors, margins.T)
     # The z-score of a batch moves with the rows' levels.
     both = {"margin_mse": (1.0, terms.margin_mse()), "distillation": (1.0, terms.distillation())}
     for loss in (sl.DistillationLoss(), sl.SpladeObjective(both)):
