@@ -250,5 +250,5 @@ class DistillationLoss(LossModule):
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        options = self.hyperparameters(gather=gather) | {"candidate_mask": candidate_mask}
+        options = self.hyperparameters(gather=gather, candidate_mask=candidate_mask)
         return distillation_loss(student_scores, teacher_scores, **options)

@@ -321,9 +321,8 @@ class InfoNCELoss(LossModule):
         impl: Impl | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        options = self.hyperparameters(gather=gather, impl=impl)
-        options |= {"positive_ids": positive_ids, "positive_mask": positive_mask}
-        options["candidate_mask"] = candidate_mask
+        masks = {"positive_mask": positive_mask, "candidate_mask": candidate_mask}
+        options = self.hyperparameters(gather=gather, impl=impl, positive_ids=positive_ids, **masks)
         return info_nce_loss(anchor, positive, negative, **options)
 
 

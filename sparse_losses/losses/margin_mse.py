@@ -113,5 +113,5 @@ class MarginMSELoss(LossModule):
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
         tensors = student_positive, student_negative, teacher_positive, teacher_negative
-        options = self.hyperparameters(gather=gather) | {"candidate_mask": candidate_mask}
+        options = self.hyperparameters(gather=gather, candidate_mask=candidate_mask)
         return margin_mse_loss(*tensors, **options)

@@ -296,7 +296,7 @@ class NWSLoss(LossModule):
         impl: Impl | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        options = self.hyperparameters(gather=gather, impl=impl)
-        options |= {"key": key, "key_labels": key_labels, "queue": queue}
-        options |= {"queue_labels": queue_labels, "queue_mask": queue_mask}
+        keys = {"key": key, "key_labels": key_labels}
+        slots = {"queue": queue, "queue_labels": queue_labels, "queue_mask": queue_mask}
+        options = self.hyperparameters(gather=gather, impl=impl, **keys, **slots)
         return nws_loss(query, query_labels, prototype, self.label_similarity, **options)

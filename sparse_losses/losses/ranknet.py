@@ -110,5 +110,5 @@ class RankNetLoss(LossModule):
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        options = self.hyperparameters(gather=gather) | {"candidate_mask": candidate_mask}
+        options = self.hyperparameters(gather=gather, candidate_mask=candidate_mask)
         return ranknet_loss(student_scores, teacher_scores, **options)

@@ -133,5 +133,5 @@ class TripletMarginLoss(LossModule):
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        options = self.hyperparameters(gather=gather) | {"candidate_mask": candidate_mask}
+        options = self.hyperparameters(gather=gather, candidate_mask=candidate_mask)
         return triplet_margin_loss(anchor, positive, negative, **options)

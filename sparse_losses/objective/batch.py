@@ -104,6 +104,10 @@ class SpladeBatch(NamedTuple):
     gather: bool = False
     memory: dict[object, Any] | None = None
 
+    def sides(self) -> tuple[Texts, Texts, Texts | None]:
+        """Return anchors, positives and negatives."""
+        return self.anchor, self.positive, self.negative  # PyTorch 2.6 compiles no slice of it
+
     def texts(self, side: str) -> Texts:
         """Return the anchors for ``"query"``, positives and then negatives for ``"document"``."""
         if side == "query" or (negative := self.negative) is None:
@@ -116,7 +120,7 @@ class SpladeBatch(NamedTuple):
 
         They are those of this rank. The terms of one call compute them once.
         """
-        vectors = [texts.activations for texts in self[:3] if texts is not None]
+        vectors = [texts.activations for texts in self.sides() if texts is not None]
         scores: Tensor = self._once(similarity, lambda: score(*vectors, similarity=similarity))
         return scores
 
@@ -204,7 +208,7 @@ def check_batch(batch: object) -> None:
         expected = "SpladeBatch(Texts(activations, ...), Texts(activations, ...))"
         raise TypeError(f"expected `batch` to be a {expected}, got {type(batch).__name__}")
     shapes: dict[str, tuple[Tensor | None, str]] = {}
-    for side, rows, length in zip(batch._fields[:3], ("B", "B", "N"), "STU", strict=True):
+    for side, rows, length in zip(SpladeBatch._fields[:3], ("B", "B", "N"), "STU", strict=True):
         if (texts := getattr(batch, side)) is None and side == "negative":
             continue
         if not isinstance(texts, Texts):

@@ -103,7 +103,7 @@ def info_nce(loss: Loss = None, *, stopword_ids: TokenIds = ()) -> Term:
 def _info_nce(batch: SpladeBatch, loss: Any, stopword_ids: Tensor) -> Tensor:
     if len(stopword_ids) == 0 and (told := _told_scores(loss, batch)) is not None:
         return info_nce_from_scores(**told)
-    vectors = [None if x is None else _hide(stopword_ids, x.activations) for x in batch[:3]]
+    vectors = [None if x is None else _hide(stopword_ids, x.activations) for x in batch.sides()]
     mask = batch.candidate_mask
     if mask is not None and not getattr(loss, "in_batch", True):  # the own positive, the negatives
         whole: Any = candidate_mask(batch)

@@ -281,7 +281,7 @@ class SpladeEncoder(nn.Module):
                     "it after resize_token_embeddings and after adding or removing adapters in them"
                 )
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
-        hidden: Tensor = model(**self._inputs | inputs)[0]
+        hidden: Tensor = model(**{**self._inputs, **inputs})[0]
         return hidden
 
     def activation_checkpointing_enable(self, **options: Any) -> None:

@@ -390,8 +390,8 @@ class SpladeHead(LossModule):
         if self.awaits_scale and self.training and not is_exported():
             self._measure(hidden, attention_mask, gate)
         hidden, weight, bias = self._operands(hidden)
-        options = self.hyperparameters(layout=layout)
-        options |= {"gate": gate, "return_logits": return_logits}
+        own = {"layout": layout, "gate": gate, "return_logits": return_logits}
+        options = self.hyperparameters(**own)
         threshold = self.threshold
         if not self.keep_at_least or not isinstance(threshold, float):
             return splade_head(hidden, weight, bias, attention_mask, **options)

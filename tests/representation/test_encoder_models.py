@@ -359,7 +359,7 @@ def test_adapters_that_would_not_load_are_not_saved(tmp_path):
     with pytest.raises(TypeError, match=r"without adapters, got PeftModel: .*merge_and_unload"):
         SpladeEncoder(model, words, expansion=False)
     encoder = SpladeEncoder(model, words, bidirectional=BOTH_WAYS)
-    with pytest.raises(ValueError, match=r"of a base model with a path .* of None"):
+    with pytest.raises(ValueError, match=r"of a base model with a path .* of (None|'')"):
         encoder.save_pretrained(tmp_path)
     model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj"]))
     with pytest.raises(ValueError, match=r"expected one adapter, .* got default, second of"):

@@ -341,8 +341,7 @@ def test_encoder_works_under_other_defaults_of_torch(tmp_path):
     encoder.save_pretrained(tmp_path)
     expected = dense(encoder)
     threshold = calibrate_threshold(expected, 2.0)
-    try:
-        torch.set_default_device("meta")  # stands for a GPU; the model is on the CPU
+    with torch.device("meta"):  # stands for a GPU; the model is on the CPU
         model, words = encoder.model, encoder.tokenizer
         for options in ({}, {"expansion": False, "gate": True}):
             made = SpladeEncoder(model, words, **options).eval()
@@ -356,11 +355,10 @@ def test_encoder_works_under_other_defaults_of_torch(tmp_path):
         for method in ("shift", "prune"):
             found = calibrate(made, TEXTS[:2], 3, method=method, verbose=False)
             assert found.after.document_active == pytest.approx(3)
-        torch.set_default_device(None)
+    try:
         torch.set_default_dtype(torch.bfloat16)
         for each in (encoder, SpladeEncoder.from_pretrained(tmp_path)):
             assert torch.equal(dense(each), expected)
         assert calibrate_threshold(expected, 2.0) == threshold
     finally:
-        torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)

@@ -238,7 +238,7 @@ def _of_labels(own: Any, labels: Any, size: int, count: int, shares: bool) -> di
 
 def _of_teacher(own: SentenceTransformersLoss, batch: sl.SpladeBatch) -> dict[str, Any]:
     """Return a teacher's scores of a batch; of all anchors if a term compares them."""
-    sides = [texts._asdict() for texts in batch[:3] if texts is not None]
+    sides = [texts._asdict() for texts in batch.sides() if texts is not None]
     for side, i in zip(sides, (slice(1), slice(1, 2), slice(2, None)), strict=False):
         if all("texts" in column for column in own._columns):
             rows = zip(*[column["texts"] for column in own._columns[i]], strict=True)
