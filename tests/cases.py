@@ -232,7 +232,6 @@ LOSSES = by_stem(
         queue_labels="Q L, mask",
         queue_mask="Q, mask",
         bad={"aggregation": ("sum",), "alpha": (-1.0,), "beta": (-1.0,), "eps": (-1e-8,)},
-        implementations=("direct",),
     ),
 )
 

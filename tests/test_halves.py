@@ -84,7 +84,7 @@ def value_and_gradients(call, leaves):
 # The losses
 
 
-HALVED = [case for case in CASES if case.stem in ("info_nce", "n_pair", "nws")]
+HALVED = [case for case in CASES if case.stem in ("info_nce", "n_pair")]
 
 
 @pytest.mark.parametrize("case", HALVED, ids=lambda case: case.id)

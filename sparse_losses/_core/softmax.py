@@ -61,18 +61,6 @@ def one_positive_rows_and_gradient(
     return softplus(others.log() - own_of(log_probabilities)), gradient
 
 
-def softmax_and_logsumexp(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return softmax and log-sum-exp in five launches; ``logsumexp`` alone takes nine."""
-    probabilities = scores.softmax(dim)
-    # The largest probability is exp(0) over the sum of the exponentials.
-    if scores.is_cpu:  # where an index is slower than a second pass
-        highest, largest = scores.amax(dim), probabilities.amax(dim)
-    else:
-        highest, index = scores.max(dim)
-        largest = probabilities.gather(dim, index.unsqueeze(dim)).squeeze(dim)
-    return probabilities, highest - largest.log_()
-
-
 def contrastive_rows(
     scores: Tensor, is_positive: Tensor, absent: Tensor, *, decoupled: bool = False
 ) -> Tensor:

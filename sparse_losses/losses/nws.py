@@ -1,38 +1,33 @@
 """NWS: multi-label contrastive learning with keys, a queue and label prototypes."""
 
-from typing import Any, Literal
+import functools
+import math
+from typing import Literal
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.implementations import (
-    Arguments,
-    Implementation,
-    always,
-    as_dict,
-    compute,
-)
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.own_gradient import temperature_reason
-from sparse_losses._core.products import as_single
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
-from sparse_losses._core.softmax import masked_logsumexp, negative_log_softmax, softplus
+from sparse_losses._core.softmax import negative_log_softmax
 from sparse_losses.distributed import gather_rows
-from sparse_losses.fast.nws import Call, direct_nws, largest_of_labels
 
 Aggregation = Literal["mean", "max"]
-Impl = Literal["auto", "definition", "direct"]
+
+# Powers of four with exponents from minus this number to it are normal numbers, as are their sums.
+TOP_POWER = {torch.float32: 63, torch.float64: 511}
 
 
 @loss(
-    query="B F, halves",
+    query="B F",
     query_labels="B L, labels, detached",
-    prototype="L F, halves",
+    prototype="L F",
     label_similarity="L L, optional, constant, detached, 0 to 1",
-    key="K F, optional, detached, halves",
+    key="K F, optional, detached",
     key_labels="K L, optional, labels, detached",
-    queue="Q F, optional, detached, halves",
+    queue="Q F, optional, detached",
     queue_labels="Q L, optional, labels at queue_mask, detached",
     queue_mask="Q, mask, optional",
     alpha=">= 0",
@@ -58,7 +53,6 @@ def nws_loss(
     decoupled: bool = True,
     eps: float = 1e-8,
     gather: bool = False,
-    impl: Impl = "auto",
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Multi-label contrastive loss; a negative weighs more the less similar its labels are.
@@ -110,8 +104,6 @@ def nws_loss(
         gather: whether all ranks' keys are references, and ``"mean"`` and ``"sum"`` are over all
             ranks' queries. Sizes, prototypes and queue must be the same on every rank
             (``LabelQueue(gather=True)``).
-        impl: ``"definition"``, the formula itself; ``"direct"``, value and gradient together, some
-            queries at a time (not for ``reduction="none"``); ``"auto"``: direct if supported.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -135,115 +127,92 @@ def nws_loss(
     """
     if query_labels.shape[1] == 0:
         raise ValueError("expected `prototype` of at least one label, got L = 0")
-    for name, features, labels in (("key", key, key_labels), ("queue", queue, queue_labels)):
-        if (features is None) != (labels is None):
+    for name, vectors, its_labels in (("key", key, key_labels), ("queue", queue, queue_labels)):
+        if (vectors is None) != (its_labels is None):
             names = (f"`{name}`", f"`{name}_labels`")
-            absent, present = names if features is None else names[::-1]
+            absent, present = names if vectors is None else names[::-1]
             raise ValueError(f"expected {absent} with {present}, got None")
     if queue_mask is not None and queue is None:
         raise ValueError("expected `queue` with `queue_mask`, got None")
     if label_similarity is None and (key is not None or queue is not None):
         raise ValueError("expected `label_similarity` with `key` or `queue`, got None")
-    if queue is not None and queue_labels is not None and queue_mask is None:
-        queue_mask = queue.any(-1) | (queue_labels.amax(-1) != 0)
-    if key is not None and key_labels is not None and gather:
-        key, key_labels = gather_rows(key), gather_rows(key_labels != 0)
-    call = Call(
-        query=query,
-        prototype=prototype,
-        temperature=temperature,
-        query_labels=query_labels,
-        label_similarity=label_similarity,
-        key=key,
-        key_labels=key_labels,
-        queue=queue,
-        queue_labels=queue_labels,
-        queue_mask=queue_mask,
-        alpha=alpha,
-        beta=beta,
-        aggregation=aggregation,
-        decoupled=decoupled,
-        eps=eps,
-        gather=gather,
-        reduction=reduction,
-    )
-    return compute(_definition, IMPLEMENTATIONS, impl, as_dict(call))
+    # References are in the order prototypes, keys, queue; instances are keys and queue.
+    y, is_empty = query_labels.to(query.dtype), None
+    features, labels = [prototype[:0].detach()], [y[:0]]
+    if key is not None and key_labels is not None:
+        features.append(gather_rows(key, gather))
+        labels.append(gather_rows(key_labels.to(y), gather))
+    if queue is not None and queue_labels is not None:
+        is_filled = queue.any(-1) | queue_labels.any(-1) if queue_mask is None else queue_mask
+        is_empty = ~is_filled[:, None]
+        features.append(queue.masked_fill(is_empty, 0))
+        labels.append(queue_labels.masked_fill(is_empty, 0))
+    y_r = torch.cat(labels).to(y)
+    shared, count, count_r = y @ y_r.T, y.sum(-1, keepdim=True), y_r.sum(-1)
+    is_void, count = count == 0, count.clamp(min=1)
 
-
-def _definition(**arguments: Any) -> Tensor:
-    """The formula, with references in the order prototypes, keys, queue."""
-    call = Call(**arguments)
-    alpha, beta, eps, decoupled = call.alpha, call.beta, call.eps, call.decoupled
-    features, y_r, is_empty = call.instances()
-    features = as_single(features)
-    filled = y_r.new_ones(len(y_r), dtype=torch.bool)
-    if is_empty is not None:
-        filled = torch.cat([filled[len(is_empty) :], ~is_empty])
-    y = call.query_labels.to(y_r.dtype)
-    count = y.sum(-1, keepdim=True).clamp(min=1)  # rows without labels are not valid
-    shared = y @ y_r.T
-    overlap = alpha / (count + y_r.sum(-1) - shared).clamp(min=1)  # alpha / |y_i or y_r|
-    D = y * (overlap @ y_r + 1 - alpha / count)
-    per_label = y / (torch.where(D <= 1e-6, 1.0, D) + eps)
+    overlap = alpha / (count - shared + count_r)  # alpha / |y_i or y_r|
+    D = torch.addmm(1 - alpha / count, overlap, y_r)
+    per_label = y / (nnf.threshold(D, 1e-6, 1.0) + eps)
     w = torch.cat([per_label, overlap * (per_label @ y_r.T)], dim=1)
-    unlike = (1 - _similarity(y, y_r, call)).clamp(0, 1)
-    a = torch.cat([torch.ones_like(y), torch.where(filled, beta * unlike, 0.0)], dim=1)  # beta_u a
+    if label_similarity is None:  # then there are no keys and no queue
+        similar = shared
+    elif aggregation == "mean":
+        similar = (y @ label_similarity) @ y_r.T / (count * count_r.clamp(min=1) + eps)
+    else:  # the maximum over the query's labels, then over the reference's
+        similar = _largest_of_labels(_largest_of_labels(label_similarity.T, y).T, y_r)
+    a = nnf.pad(beta * (1 - similar).clamp(0, 1), (y.shape[1], 0), value=1.0)  # beta_u a
     is_positive = torch.cat([y, shared], dim=1) > 0
-    a = torch.where(is_positive, 0.0 if decoupled else 1.0, a)  # in the denominator: u in N_i
-
-    valid = y.any(-1)
+    a = a.masked_fill(is_positive, 0.0 if decoupled else 1.0)  # in the denominator: u in N_i
+    if is_empty is not None:
+        is_empty = nnf.pad(is_empty[:, 0], (a.shape[1] - len(is_empty), 0))
     if decoupled and eps == 0:
-        valid = valid & (a > 0).any(-1)
-    s = _cosines(call.query, features, call.prototype, valid) / call.temperature
-    weighted = s + a.log()
-    absent = ~((a > 0) | s.isnan())  # keeps a NaN of weight 0
+        a = a if is_empty is None else a.masked_fill(is_empty, 0.0)
+        is_void = is_void | ~a.any(-1, keepdim=True)
+
+    # What no valid row uses is zeroed, or a NaN reaches gradients.
+    is_unused, unit = is_void.all(), normalize(query.masked_fill(is_void, 0.0))
+    units = [normalize(x.masked_fill(is_unused, 0.0)) for x in (prototype, torch.cat(features))]
+    s = torch.cat([unit @ x.T for x in units], dim=1) / temperature
+    # What is absent from a sum gets a score far below: finite, and a NaN of weight 0 stays a NaN.
+    far = torch.finfo(s.dtype).max / 8
+    s = s if is_empty is None else s.add(is_empty, alpha=-far)
+    weighted = s + a.log().clamp(min=-far)
     if eps > 0:
-        is_member = torch.cat([filled.new_ones(y.shape[1]), filled])
-        M = torch.where(is_member, s, -torch.inf).max(-1, keepdim=True).values  # of ties, the first
-        floor = M + (torch.zeros_like(M) + eps).log()  # log(eps e^M); compiled, eps is symbolic
+        M = s.max(-1, keepdim=True).values  # of ties, the first
+        is_traced = torch.compiler.is_compiling()  # by which eps is symbolic
+        log_eps = (torch.zeros_like(M) + eps).log() if is_traced else math.log(eps)
+        weighted = torch.cat([weighted, M + log_eps], dim=1)
     if decoupled:
-        log_denominator = masked_logsumexp(weighted, absent).unsqueeze(-1)
-        if eps > 0:
-            log_denominator = floor + softplus(log_denominator - floor)
-        terms = log_denominator - s
+        largest = weighted.detach().amax(-1, keepdim=True)
+        terms = (weighted - largest).exp().sum(-1, keepdim=True).log() + largest - s
     else:
-        if eps > 0:
-            weighted = torch.cat([weighted, floor], dim=1)
-            absent = torch.cat([absent, torch.zeros_like(valid)[:, None]], dim=1)
-        terms = negative_log_softmax(weighted, absent)[:, : s.shape[1]]
-    values = (w * torch.where(is_positive, terms, 0.0)).sum(-1) / (count[:, 0] + eps)
-    return reduce(values, call.reduction, valid, call.gather)
+        terms = negative_log_softmax(weighted, torch.zeros_like(weighted, dtype=torch.bool))
+        terms = terms[:, : s.shape[1]]
+    values, is_void = (w * terms).sum(-1) / (count[:, 0] + eps), is_void[:, 0]
+    return reduce(values.masked_fill(is_void, 0.0), reduction, ~is_void, gather, zeroed=True)
 
 
-def _cosines(query: Tensor, features: Tensor, prototype: Tensor, valid: Tensor) -> Tensor:
-    """Cosines ``[B, R]``; inputs that no valid row uses are zeroed, or a NaN reaches gradients."""
-    some, dtype = valid.any(), features.dtype
-    query = normalize(torch.where(valid[:, None], query.to(dtype), 0.0))
-    # Two products, as only the prototypes have a gradient.
-    parts = [torch.where(some, x.to(dtype), 0.0) for x in (prototype, features) if len(x)]
-    return torch.cat([query @ normalize(x).T for x in parts], dim=1)
+def _largest_of_labels(values: Tensor, labels: Tensor) -> Tensor:
+    """Return the largest of ``values [M, L]``, at least 0, among the labels of each row ``[N, L]``.
 
-
-def _similarity(y: Tensor, y_r: Tensor, call: Call) -> Tensor:
-    """``sim(y_i, y_r)`` as ``[B, R]``; 0 for an unlabelled reference."""
-    if call.label_similarity is None:  # then there are no keys and no queue
-        return y @ y_r.T
-    if call.aggregation == "mean":
-        # The numerator is 0 where a count is clamped to 1. A query without labels is not valid.
-        pairs = y.sum(-1, keepdim=True) * y_r.sum(-1).clamp(min=1)
-        return (y @ call.label_similarity) @ y_r.T / (pairs + call.eps)
-    # The maximum over the query's labels, then over the reference's.
-    by_label = largest_of_labels(call.label_similarity.T, y).T
-    return largest_of_labels(by_label, y_r)
-
-
-def _unsupported_reason(arguments: Arguments) -> str | None:
-    if arguments["reduction"] == "none":
-        return 'reduction="mean" or "sum"'
-    return temperature_reason(arguments["temperature"], arguments["query"])
-
-
-IMPLEMENTATIONS = (Implementation("direct", _unsupported_reason, always, direct_nws),)
+    A matrix product avoids ``[M, N, L]``: each label is a power of four, by the rank of its value.
+    """
+    # The logarithm of a sum of powers gives the largest, as all smaller ones add up to a third of
+    # it. A block has as many labels as there are powers.
+    top = TOP_POWER[values.dtype]
+    blocks = []
+    parts = torch.split(values, 2 * top, dim=-1), torch.split(labels, 2 * top, dim=-1)
+    for some, hot in zip(*parts, strict=True):
+        by_rank, order = some.sort(descending=True)
+        none = by_rank.shape[-1]  # the rank for no label, with value 0
+        exponents = top - torch.arange(none, device=values.device)
+        powers = torch.exp2(2 * exponents.to(values.dtype)).expand(some.shape)
+        by_label = torch.zeros_like(some).scatter(-1, order, powers)
+        rank = (by_label @ hot.T).log2_().mul_(-0.5).add_(top + 0.5)
+        rank = rank.nan_to_num_(none, none).clamp(0, none).long()
+        blocks.append(nnf.pad(by_rank, (0, 1)).gather(-1, rank))
+    return functools.reduce(torch.maximum, blocks).clamp(min=0)
 
 
 class NWSLoss(LossModule):
@@ -275,7 +244,6 @@ class NWSLoss(LossModule):
         decoupled: bool = True,
         eps: float = 1e-8,
         gather: bool = False,
-        impl: Impl = "auto",
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__(nws_loss, locals())
@@ -293,10 +261,9 @@ class NWSLoss(LossModule):
         queue_labels: Tensor | None = None,
         queue_mask: Tensor | None = None,
         gather: bool | None = None,
-        impl: Impl | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
         keys = {"key": key, "key_labels": key_labels}
         slots = {"queue": queue, "queue_labels": queue_labels, "queue_mask": queue_mask}
-        options = self.hyperparameters(gather=gather, impl=impl, **keys, **slots)
+        options = self.hyperparameters(gather=gather, **keys, **slots)
         return nws_loss(query, query_labels, prototype, self.label_similarity, **options)

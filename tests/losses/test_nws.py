@@ -1,6 +1,5 @@
 """NWS: its formula, its theorems, its edges."""
 
-import itertools
 import math
 
 import numpy as np
@@ -11,8 +10,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparse_losses import NWSLoss
-from sparse_losses.fast.nws import largest_of_labels
 from sparse_losses.functional import info_nce_loss, nws_loss
+from sparse_losses.losses.nws import _largest_of_labels
 from tests.cases import assert_follows_the_formula
 from tests.instruments import Recorder, value_and_gradients
 from tests.strategies import draw, nws_problems, seeds, temperatures
@@ -141,21 +140,16 @@ def test_the_weights_of_the_positives_add_up_to_this_total(alpha, carriers, tota
 def test_a_weight_of_zero_is_no_mask_so_a_nan_key_shows():
     inputs = {**problem(), "key_labels": torch.zeros(3, 4)}
     inputs["key"][0] = torch.nan
-    for impl in ("definition", "direct"):
-        assert nws_loss(**{**inputs, "reduction": "mean"}, beta=0.0, eps=0.0, impl=impl).isnan()
+    assert nws_loss(**{**inputs, "reduction": "mean"}, beta=0.0, eps=0.0).isnan()
 
 
-def both_of(inputs, impl, **options):
-    """Return the value and the gradients of a call."""
+def value_and_gradients_of(inputs, **options):
     names = ("query", "prototype", "temperature")
 
     def call(*leaves):
-        return nws_loss(**inputs | dict(zip(names, leaves, strict=True)), impl=impl, **options)
+        return nws_loss(**inputs | dict(zip(names, leaves, strict=True)), **options)
 
     return value_and_gradients(call, *(inputs[name] for name in names))
-
-
-IMPLEMENTATIONS = ("definition", "direct")
 
 
 def inputs_of(seed, count=4, batch=7, rows=5):
@@ -165,72 +159,21 @@ def inputs_of(seed, count=4, batch=7, rows=5):
     return {**inputs, "temperature": torch.tensor(0.3, dtype=torch.float64)}
 
 
-WEIGHTS = {"alpha": 0.5, "beta": 2.0, "reduction": "sum"}, {"alpha": 3.0, "beta": 0.0}
-OPTIONS = [
-    {"decoupled": decoupled, "eps": eps, **weights}
-    for decoupled in (True, False)
-    for eps in (0.0, 1e-8, 0.3, 2.0)
-    for weights in ({}, *WEIGHTS)
-]
-
-
-def assert_the_same_by_both(inputs, **options):
-    plain, actual = (both_of(inputs | options, impl) for impl in IMPLEMENTATIONS)
-    assert plain[0] != 0
-    for expected, tensor in zip(plain, actual, strict=True):
-        torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize(
-    "references", ["prototypes", "key", "queue", "key queue", "key queue mask"]
-)
-@over_aggregations
-def test_both_implementations_have_the_same_value_and_gradients(references, aggregation):
-    for seed, options in enumerate(OPTIONS):
-        inputs = inputs_of(seed, count=4 if seed % 3 else 70)
-        for name in {"key", "queue"} - set(references.split()):
-            inputs[name] = inputs[f"{name}_labels"] = None
-        if "mask" in references:
-            inputs["queue_mask"] = torch.tensor([1, 0, 1, 0, 1])
-            inputs["queue"][1] = torch.nan
-        assert_the_same_by_both(inputs, **options, aggregation=aggregation)
-
-
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_tied_references_have_the_same_gradients_by_both(decoupled):
-    """Two prototypes are one vector; the floor of ``eps`` follows the first of them."""
-    inputs = inputs_of(0)
-    inputs["prototype"][2] = inputs["prototype"][1] = inputs["query"][0]
-    inputs["query"] = inputs["query"] + 0.01 * draw(1, *inputs["query"].shape)
-    assert_the_same_by_both(inputs, decoupled=decoupled, eps=2.0)
-
-
-@over_aggregations
-def test_several_blocks_give_the_value_of_one(aggregation, monkeypatch):
-    monkeypatch.setattr("sparse_losses.fast.nws.most_scores", lambda device: 100_000)
-    for seed, (decoupled, eps) in enumerate(itertools.product([True, False], [0.0, 1e-8, 2.0])):
-        inputs = inputs_of(seed, batch=97, rows=300)
-        inputs["queue_mask"] = labels(seed, 300, 1, 0.8, filled=False)[:, 0]
-        assert_the_same_by_both(inputs, decoupled=decoupled, eps=eps, aggregation=aggregation)
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_the_nan_of_a_row_without_negatives_is_hidden(impl):
+def test_the_nan_of_a_row_without_negatives_is_hidden():
     """Decoupled and exact; the other rows have prototypes to compete with."""
     inputs = inputs_of(0)
     inputs["query_labels"] = torch.eye(4).long()[[0, 1, 2, 3, 0, 1, 2]]
     inputs["query_labels"][2] = inputs["key_labels"][:, 0] = inputs["queue_labels"][:, 0] = 1
-    expected = both_of(inputs, impl, eps=0.0)
+    expected = value_and_gradients_of(inputs, eps=0.0)
     inputs["query"][2] = torch.nan
-    assert all(map(torch.equal, both_of(inputs, impl, eps=0.0), expected))
+    assert all(map(torch.equal, value_and_gradients_of(inputs, eps=0.0), expected))
     assert expected[1].any(dim=1).tolist() == [row != 2 for row in range(7)]
 
 
 @over_aggregations
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_queries_by_references_by_labels_are_never_held(impl, aggregation):
+def test_queries_by_references_by_labels_are_never_held(aggregation):
     inputs = problem(batch=16, width=8, count=48, keys=40, rows=60)
-    inputs = {**inputs, "reduction": "mean", "aggregation": aggregation, "impl": impl}
+    inputs = {**inputs, "reduction": "mean", "aggregation": aggregation}
     leaves = [inputs[name].requires_grad_() for name in ("query", "prototype")]
     with Recorder() as seen:
         torch.autograd.grad(nws_loss(**inputs), leaves)
@@ -243,7 +186,7 @@ def test_queries_by_references_by_labels_are_never_held(impl, aggregation):
 def test_unchecked_labels_are_no_index_out_of_range(wrong):
     """An accelerator would stop at it, long after."""
     hot = torch.tensor([[1.0, wrong, 0.0], [wrong, 0.0, 0.0]])
-    assert largest_of_labels(torch.rand(2, 3), hot).shape == (2, 2)
+    assert _largest_of_labels(torch.rand(2, 3), hot).shape == (2, 2)
 
 
 @pytest.mark.cpu_only
@@ -258,10 +201,9 @@ def test_the_module_is_made_without_values_for_deferred_initialisation():
     assert torch.equal(loss.label_similarity, torch.eye(3))
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("filled", [None, "features", "labels", "nan", "mask"])
-def test_a_slot_without_features_labels_and_mask_is_empty(impl, filled):
-    inputs = {**problem(), "reduction": "mean", "impl": impl}
+def test_a_slot_without_features_labels_and_mask_is_empty(filled):
+    inputs = {**problem(), "reduction": "mean"}
     plain = nws_loss(**inputs)
     for name in ("queue", "queue_labels"):
         inputs[name] = torch.cat([inputs[name], torch.zeros_like(inputs[name][:1])])
@@ -317,8 +259,7 @@ def test_similarities_outside_zero_one_are_refused(value):
 
 @pytest.mark.parametrize("value", [1 + 1e-6, -1e-6])
 @over_aggregations
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_similarities_off_by_rounding_are_clamped(value, aggregation, impl):
+def test_similarities_off_by_rounding_are_clamped(value, aggregation):
     inputs = {**problem(), "temperature": 0.1, "reduction": "mean"}
     eye = torch.eye(4, dtype=torch.long)
     inputs |= {"query_labels": eye, "key_labels": eye[[1, 0, 1]]}
@@ -326,7 +267,7 @@ def test_similarities_off_by_rounding_are_clamped(value, aggregation, impl):
     inputs["prototype"] = -inputs["query"]  # far away: the instances decide
     inputs["label_similarity"] = torch.eye(4).double()
     inputs["label_similarity"][0, 1] = inputs["label_similarity"][1, 0] = value
-    options = {"aggregation": aggregation, "eps": 1e-30, "impl": impl}
+    options = {"aggregation": aggregation, "eps": 1e-30}
     off = nws_loss(**inputs, **options)
     assert off != 0
     inputs["label_similarity"] = inputs["label_similarity"].clamp(0, 1)
