@@ -18,7 +18,7 @@ from sparse_losses.losses.ranknet import RankNetLoss
 from sparse_losses.losses.self_reconstruction import SelfReconstructionLoss
 from sparse_losses.losses.triplet_margin import TripletMarginLoss
 from sparse_losses.objective.batch import SpladeBatch, Texts
-from sparse_losses.objective.diagnostics import Diagnostics, Report
+from sparse_losses.objective.diagnostics import Diagnostics
 from sparse_losses.objective.objective import ObjectiveOutput, SpladeObjective
 from sparse_losses.objective.schedules import Curriculum, Phase, TrainingSchedule, Warmup
 from sparse_losses.objective.teacher import BM25Teacher
@@ -63,7 +63,6 @@ __all__ = [
     "PositiveActivationLoss",
     "Preset",
     "RankNetLoss",
-    "Report",
     "SelfReconstructionLoss",
     "SpladeBatch",
     "SpladeEncoder",

@@ -30,26 +30,28 @@ def dtype(request):
 
 
 @contextmanager
-def halves_multiplied(returns_fp32: bool = True):
+def halves_multiplied(can: bool = True):
     halves = Counter()
 
     def returning_fp32(multiply):
         def function(a, b, *, out_dtype=None, **options):
             if out_dtype is None:
                 return multiply(a, b, **options)
+            if not can:
+                raise RuntimeError
             halves[a.dtype] += 1
             return multiply(a.to(out_dtype), b.to(out_dtype))
 
         return function
 
-    known = {(CPU, dtype): returns_fp32 for dtype in EPS}
     patched = {name: returning_fp32(getattr(torch, name)) for name in ("mm", "bmm")}
-    with (
-        mock.patch.dict(products._returns_fp32, known),
-        mock.patch.multiple(torch, **patched),
-        Launches("cpu") as counted,
-    ):
-        yield Multiplied(halves, counted)
+    with mock.patch.multiple(torch, **patched):
+        products.returns_fp32.cache_clear()
+        assert [products.returns_fp32(CPU, dtype) for dtype in EPS] == [can] * 2
+        halves.clear()
+        with Launches("cpu") as counted:
+            yield Multiplied(halves, counted)
+    products.returns_fp32.cache_clear()
 
 
 class Multiplied(NamedTuple):
@@ -158,7 +160,7 @@ def test_head_multiplies_halves_and_sums_scores_in_fp32(dtype):
 def test_head_multiplies_halves_where_the_device_returns_halves():
     tensors = example(torch.bfloat16)
     leaves = watch(tensors)
-    with halves_multiplied(returns_fp32=False) as seen:
+    with halves_multiplied(can=False) as seen:
         rounded = splade_head(**tensors, impl="tiles")
         actual = gradients(weigh(rounded), leaves)
     assert set(seen.counted.flops) == {torch.bfloat16}

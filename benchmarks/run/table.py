@@ -13,7 +13,6 @@ import torch
 
 import sparse_losses
 from benchmarks.run import available
-from sparse_losses._core.files import replaced_file
 
 Row = dict[str, str]
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,10 +109,12 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write a CSV; what a row lacks is empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = dict.fromkeys(name for row in rows for name in row)
-    with replaced_file(path, text=True) as lines:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with unfinished.open("w", encoding="utf-8", newline="") as lines:
         writer = csv.DictWriter(lines, list(columns), restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+    unfinished.replace(path)
 
 
 class Table:

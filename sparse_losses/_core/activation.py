@@ -33,7 +33,10 @@ def splade_activation(
     if gate is not None:
         # A NaN gate of an absent entry must not reach the gradient: 0 * NaN is NaN.
         gate = gate if absent is None else torch.where(absent, 0.0, gate)
-        logits = gated_logits(logits, gate)
+        # A logit of -inf stays -inf at gate 0, where a product is NaN.
+        is_forbidden = logits == -torch.inf
+        gated = gate * torch.where(is_forbidden, torch.finfo(logits.dtype).min, logits)
+        logits = torch.where(is_forbidden & ~gate.isnan(), -torch.inf, gated)
     activations = weights_of(logits, activation, threshold)
     return (activations, logits) if return_logits else activations
 
@@ -104,10 +107,3 @@ def check_threshold(threshold: float | Tensor | None, vocab_size: int) -> None:
             )
     elif threshold is not None:
         check_number("threshold", threshold)
-
-
-def gated_logits(logits: Tensor, gate: Tensor) -> Tensor:
-    """Return ``gate * logits``; a logit of -inf stays -inf at gate 0, where a product is NaN."""
-    is_forbidden = logits == -torch.inf
-    gated = gate * torch.where(is_forbidden, torch.finfo(logits.dtype).min, logits)
-    return torch.where(is_forbidden & ~gate.isnan(), -torch.inf, gated)

@@ -33,11 +33,6 @@ def as_dict(call: Any) -> dict[str, Any]:
     return {name: getattr(call, name) for name in type(call)._fields}
 
 
-def always(arguments: Arguments) -> bool:
-    """``is_preferred`` of an implementation that is faster wherever it supports the call."""
-    return True
-
-
 def is_exported() -> bool:
     """Whether ``torch.export``, the ONNX exporter or ``torch.jit.trace`` records the call."""
     if not hasattr(torch.compiler, "is_exporting"):  # before PyTorch 2.7

@@ -268,7 +268,9 @@ class LossModule(nn.Module):
         self._names = tuple(name for name in arguments if name in known)
         for name in self._names:
             setattr(self, name, arguments[name])
-        self.check_hyperparameters()
+        values = self.hyperparameters()
+        self._declaration.check(values)
+        check_flag(gather=values.get("gather", False))
 
     def register_constant(self, name: str, tensor: Tensor | None) -> None:
         """Check a tensor as the function would, and register it as a buffer without a gradient."""
@@ -284,12 +286,6 @@ class LossModule(nn.Module):
                 with torch.inference_mode(False):
                     tensor = tensor.clone()
         self.register_buffer(name, tensor)
-
-    def check_hyperparameters(self) -> None:
-        """Raise for a hyperparameter that the function would refuse."""
-        values = self.hyperparameters()
-        self._declaration.check(values)
-        check_flag(gather=values.get("gather", False))
 
     def hyperparameters(self, **overrides: Any) -> dict[str, Any]:
         """Return the hyperparameters by name; overrides that are not ``None`` take precedence."""

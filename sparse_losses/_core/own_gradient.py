@@ -28,15 +28,6 @@ def is_transformed() -> bool:
     return bool(transforms_are_active() or forward_level() >= 0)
 
 
-def temperature_reason(temperature: float | Tensor, data: Tensor) -> str | None:
-    """Return which temperature an own gradient needs, or ``None`` if this one will do."""
-    if isinstance(temperature, Tensor):
-        where = f"`temperature` on {data.device}, where the data is, got {temperature.device}"
-        return None if temperature.device == data.device else where
-    in_range = 1e-30 <= temperature <= 1e30
-    return None if in_range else f"`temperature` from 1e-30 to 1e30, got {temperature},"
-
-
 def with_own_gradient(
     definition: Callable[..., Tensor],
     compute: Callable[..., tuple[Tensor, Gradients]],

@@ -11,22 +11,18 @@ from torch import Tensor
 
 HALVES = (torch.float16, torch.bfloat16)
 
-_returns_fp32: dict[tuple[torch.device, torch.dtype], bool] = {}
 
-
+@functools.cache
 def returns_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the device can multiply matrices of this half dtype and return fp32."""
     if dtype not in HALVES:
         return False
-    known = (device, dtype)
-    if known not in _returns_fp32:  # PyTorch >= 2.8 can on CUDA; only a trial tells
-        one = torch.ones(16, 16, device=device, dtype=dtype)
-        _returns_fp32[known] = True
-        try:
-            torch.mm(one, one, out_dtype=torch.float32)
-        except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
-            _returns_fp32[known] = False
-    return _returns_fp32[known]
+    one = torch.ones(16, 16, device=device, dtype=dtype)
+    try:  # PyTorch >= 2.8 can on CUDA; only a trial tells
+        torch.mm(one, one, out_dtype=torch.float32)
+    except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
+        return False
+    return True
 
 
 def as_single(x: Tensor) -> Tensor:

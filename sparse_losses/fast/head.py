@@ -136,7 +136,7 @@ def _keep_logits(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
     ctx.set_materialize_grads(False)  # avoids zeros as the gradient of positions
     counts = keeps_places and not keep_all and logits.device.type not in SCORES_OF_AN_ENTRY
     if counts and can_bring_its_gradient(logits) and can_copy(logits):
-        ctx.size = HostCopy(is_active(logits, gate).sum(), int)
+        ctx.size = HostCopy(is_active(logits, gate).sum())
 
 
 def _backward_of_logits(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
@@ -150,7 +150,7 @@ def _backward_of_logits(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> 
         entries = entries_of(upstream, place, hidden.shape[1], -1)
         gradients = gradients_at(entries, hidden, weight, needs, sparse_grad=True)
     elif any(needs[:2]):
-        size = -1 if ctx.size is None else ctx.size.read()
+        size = -1 if ctx.size is None else int(ctx.size.read())
         states = hidden, weight, attended
         gradients = spread(upstream, place, *states, ctx.operands, needs[:2], size)
     grad_bias = None if bias is None else upstream.sum(0).to(bias.dtype)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from sparse_losses._core.candidates import Call, Direction, directions
 from sparse_losses._core.entries import gather_matrix, scatter_matrix
-from sparse_losses._core.implementations import Arguments, Implementation, always
-from sparse_losses._core.own_gradient import temperature_reason
+from sparse_losses._core.implementations import Arguments, Implementation
 from sparse_losses._core.softmax import false_negative_limit, one_positive_rows_and_gradient
 from sparse_losses.distributed import sum_over_ranks
 from sparse_losses.fast.scores import Scores
@@ -136,15 +135,19 @@ def _unsupported_reason(arguments: Arguments) -> str | None:
         'reduction="mean" or "sum"': call.reduction != "none",
         f"B and D of at least 1, got {shape},": min(shape) > 0,
     }
-    lacking = [words for words, is_met in supported.items() if not is_met]
-    return lacking[0] if lacking else temperature_reason(call.temperature, call.anchor)
+    if isinstance(t := call.temperature, Tensor):
+        where = f"`temperature` on {call.anchor.device}, where the data is, got {t.device}"
+        supported[where] = t.device == call.anchor.device
+    else:
+        supported[f"`temperature` from 1e-30 to 1e30, got {t},"] = 1e-30 <= t <= 1e30
+    return next((words for words, is_met in supported.items() if not is_met), None)
 
 
-def _dense_unsupported_reason(arguments: Arguments) -> str | None:
+def _dense_reason(arguments: Arguments) -> str | None:
     return "dense tensors" if _has_csr(arguments) else _unsupported_reason(arguments)
 
 
-def _nonzeros_unsupported_reason(arguments: Arguments) -> str | None:
+def _nonzeros_reason(arguments: Arguments) -> str | None:
     if arguments["negative"] is not None and arguments["negative"].ndim == 3:
         return "no negatives per row"
     if arguments["anchor"].device.type == "meta":
@@ -159,18 +162,14 @@ def _has_csr(arguments: Arguments) -> bool:
 
 IMPLEMENTATIONS = (  # of InfoNCE and N-pair, in order of preference
     Implementation(
-        "nonzeros",
-        _nonzeros_unsupported_reason,
-        _has_csr,
-        info_nce_and_gradients,
-        purpose="CSR tensors",
+        "nonzeros", _nonzeros_reason, _has_csr, info_nce_and_gradients, purpose="CSR tensors"
     ),
     Implementation(
         "blocks",
-        _dense_unsupported_reason,
+        _dense_reason,
         _exceeds_a_block,
         functools.partial(info_nce_and_gradients, in_blocks=True),
         purpose="more scores than 2^21 on a CPU, 2^26 elsewhere",
     ),
-    Implementation("direct", _dense_unsupported_reason, always, info_nce_and_gradients),
+    Implementation("direct", _dense_reason, lambda _: True, info_nce_and_gradients),
 )

@@ -14,15 +14,11 @@ from sparse_losses._core.entries import csr_tensor, entries_of, with_values
 LARGEST = 1 << 26  # numbers in a dense block: 256 MB in fp32
 
 
-def bounds_of(index: Tensor, size: int) -> Tensor:
-    """Return the start of each of ``size`` values in the sorted ``index``, and the end."""
-    return nnf.pad(torch.bincount(index, minlength=size).cumsum(0), (1, 0)).to(index.dtype)
-
-
 def csr(row: Tensor, column: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
     """Return a sparse matrix of entries sorted by row."""
     _silence_the_beta_notice()
-    return csr_tensor(bounds_of(row, shape[0]), column, values, shape)
+    crow = nnf.pad(torch.bincount(row, minlength=shape[0]).cumsum(0), (1, 0)).to(row.dtype)
+    return csr_tensor(crow, column, values, shape)
 
 
 @functools.cache

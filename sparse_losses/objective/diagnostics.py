@@ -23,22 +23,6 @@ from sparse_losses.objective.objective import SpladeObjective
 NUMBERS = 12  # that a batch adds beside those by token
 
 
-class Report(dict[str, float]):
-    """Numbers by name, for a logger; ``print`` shows one on a line.
-
-    Examples:
-        >>> from sparse_losses import Report
-        >>> print(Report(dead_rows=0.25, index_flops=12.5))
-        dead_rows    0.25
-        index_flops  12.5
-    """
-
-    def __str__(self) -> str:
-        """Return one line per number."""
-        width = max(map(len, self), default=0)
-        return "\n".join(f"{name:{width}}  {number:.4g}" for name, number in self.items())
-
-
 class Diagnostics:
     r"""Statistics of the activations of one side, over any number of batches.
 
@@ -159,26 +143,26 @@ class Diagnostics:
         sums = self._sums.cpu()
         return [*sums[:-NUMBERS].view(3, -1), sums[-NUMBERS:]]
 
-    def report(self) -> Report:
+    def report(self) -> dict[str, float]:
         """Return the numbers of all batches so far; waits for the device."""
         summed, texts, top, numbers = self._read()
         rows, live, active, dead, dense, self_dot, *pairs = numbers.tolist()
         if rows == 0:
-            return Report()
+            return {}
         without = 0.0 if dead == rows else math.nan  # no live row: all are dead, or some have a NaN
         share = texts / rows
-        report = Report(
-            texts=rows,
-            active_dimensions=active / live if live else without,
-            self_dot=self_dot / live if live else without,
-            dead_rows=dead / rows,
-            dense_rows=dense / rows,
-            mean_activation=_ratio(summed.sum(), texts.sum()),
-            flops=(summed / rows).square().sum().item(),
-            index_flops=share.square().sum().item(),
-            longest_list=share.max().item(),
-            never_active=(texts == 0).double().mean().item(),
-        )
+        report = {
+            "texts": rows,
+            "active_dimensions": active / live if live else without,
+            "self_dot": self_dot / live if live else without,
+            "dead_rows": dead / rows,
+            "dense_rows": dense / rows,
+            "mean_activation": _ratio(summed.sum(), texts.sum()),
+            "flops": (summed / rows).square().sum().item(),
+            "index_flops": share.square().sum().item(),
+            "longest_list": share.max().item(),
+            "never_active": (texts == 0).double().mean().item(),
+        }
         for name, group in self._groups.items():
             report[f"{name}_share"] = _ratio(texts[group].sum(), texts.sum())
             report[f"{name}_top"] = _ratio(top[group].sum(), top.sum())
@@ -211,7 +195,7 @@ def _ratio(part: Tensor, whole: Tensor) -> float:
     return float(part / whole) if whole or part else 0.0  # NaN / 0 is NaN
 
 
-def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> Report:
+def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> dict[str, float]:
     """Return the norm of each active term's weighted gradient, and the cosine of each pair.
 
     They are ``"norm/a"`` and ``"cosine/a/b"``, of the gradients by all activations of the batch, or
@@ -225,10 +209,8 @@ def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> Report:
         >>> from sparse_losses.objective import terms
         >>> flops = {side: (1.0, terms.flops(side)) for side in ("query", "document")}
         >>> batch = SpladeBatch(Texts(torch.eye(2)), Texts(torch.zeros(2, 2)))
-        >>> print(gradient_report(SpladeObjective(flops), batch))
-        norm/query             1
-        norm/document          0
-        cosine/query/document  0
+        >>> gradient_report(SpladeObjective(flops), batch)
+        {'norm/query': 1.0, 'norm/document': 0.0, 'cosine/query/document': 0.0}
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError("expected gradients to be recorded, got torch.inference_mode")
@@ -263,7 +245,7 @@ def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> Report:
             total += rows @ rows.T
     products: list[list[float]] = total.tolist()
     norms = [math.sqrt(products[i][i]) for i in range(size)]
-    report = Report({f"norm/{name}": norm for name, norm in zip(values, norms, strict=True)})
+    report = {f"norm/{name}": norm for name, norm in zip(values, norms, strict=True)}
     for (i, a), (j, b) in itertools.combinations(enumerate(values), 2):
         report[f"cosine/{a}/{b}"] = products[i][j] / (norms[i] * norms[j] or math.inf)
     return report

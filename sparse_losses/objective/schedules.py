@@ -120,11 +120,12 @@ class TrainingSchedule:
         """Count the optimiser's steps, not those that a ``GradScaler`` skips; see ``.remove()``."""
         # The wrappers of accelerate and Lightning are also called where no step is taken.
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        return optimizer.register_step_post_hook(self._after_step)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not bool(getattr(optimizer, "found_inf", False)):  # or a fused optimiser took no step
-            self.step()
+        def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if not bool(getattr(optimizer, "found_inf", False)):  # or a fused one took no step
+                self.step()
+
+        return optimizer.register_step_post_hook(count)
 
     def state_dict(self) -> dict[str, float]:
         """Return the number of steps taken, and the temperature if it is a tensor."""

@@ -21,7 +21,7 @@ from sparse_losses.representation._language_model import (
     without_cache,
 )
 from sparse_losses.representation.dense import set_identity_head
-from sparse_losses.representation.folder import Folder, named_damage, write_folder
+from sparse_losses.representation.folder import LINEAR, Folder, named_damage, write_folder
 from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead
 from sparse_losses.representation.parts import SETTINGS, SIDES
@@ -455,8 +455,9 @@ class SpladeEncoder(nn.Module):
         weights = saved if idf_weights is None else idf_weights
         encoder = cls(model, tokenizer, gate=gate, idf_weights=weights, **settings)
         with named_damage(folder.name):
-            if settings.get("importance") == "linear":
-                tensors = folder.read_linear() | tensors
+            if settings.get("importance") == "linear" and (path := folder.find(LINEAR)):
+                state = torch.load(path, map_location="cpu", weights_only=True)
+                tensors = {f"importance.{name}": x for name, x in state.items()} | tensors
             encoder.load_state_dict(tensors, strict=False)
         return encoder.eval()
 

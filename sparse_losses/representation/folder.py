@@ -203,12 +203,6 @@ class Folder:
                 warnings.warn(f"{self.name} {what}, {where}", stacklevel=3)
         return {name: x for name, x in settings.items() if x is not None}, tensors
 
-    def read_linear(self) -> dict[str, Tensor]:
-        """Return the state of BGE-M3's layer, empty without its file."""
-        path = self.find(LINEAR)
-        state = torch.load(path, map_location="cpu", weights_only=True) if path else {}
-        return {f"importance.{name}": x for name, x in state.items()}
-
     def read_model(self, *, has_logits: bool, **options: Any) -> tuple[Any, Any]:
         """Return the language model, with adapters as a ``PeftModel``, and its tokenizer."""
         from safetensors import SafetensorError

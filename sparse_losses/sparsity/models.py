@@ -136,7 +136,9 @@ class _Pruning:
 
 def _of_sparse_encoder(model: Any, signed: bool, stack: contextlib.ExitStack) -> Adapter:
     """With ``use_splade_head``, which puts a function with the head in a pooling, or without it."""
-    modules = {side: _modules(model, side) for side in parts.SIDES}
+    chain: list[Any] = list(model) if isinstance(model, nn.Sequential) else []
+    routes = getattr(chain[0], "sub_modules", {}) if chain else {}  # of a Router
+    modules = {side: [*routes[side]] if side in routes else chain for side in parts.SIDES}
     kinds = [type(module).__name__ for module in modules["document"]]
     if not hasattr(model, "encode_document") or kinds[1:2] != ["SpladePooling"]:
         raise TypeError(
@@ -179,10 +181,3 @@ def _of_sparse_encoder(model: Any, signed: bool, stack: contextlib.ExitStack) ->
 
     own = pruning.activation, len(projection_of(language_model).weight), held
     return Adapter(True, False, *own, read, prune, lambda: projection_of(language_model).bias)
-
-
-def _modules(model: Any, side: str) -> list[Any]:
-    """Return the modules of a ``SparseEncoder``, of a ``Router`` those for one side."""
-    modules = list(model) if isinstance(model, nn.Sequential) else []
-    routes = getattr(modules[0], "sub_modules", {}) if modules else {}
-    return list(routes[side]) if side in routes else modules

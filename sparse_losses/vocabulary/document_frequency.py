@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_integer, check_shapes
-from sparse_losses._core.files import refused_if_damaged, replaced_file
 from sparse_losses._core.token_ids import as_mask, attended_ids, distinct_ids
 from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ranks
 
@@ -121,12 +121,21 @@ class DocumentFrequency:
         return torch.log1p((n - df + 0.5) / (df + 0.5)) if is_bm25 else torch.log(n / (df + 1))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the counts atomically, as an ``.npz`` archive; no suffix is appended."""
+        """Write an ``.npz`` archive, which replaces an old file when it is whole.
+
+        No suffix is appended.
+        """
         numbers = {name: getattr(self, name) for name in NUMBERS}
         arrays: dict[str, Any] = {n: np.int64(x) for n, x in numbers.items() if x is not None}
         arrays |= {"df": self.df.numpy(), "tokenizer_sha256": np.str_(self.tokenizer_sha256 or "")}
-        with replaced_file(path) as file:  # NumPy appends .npz to a name, but not to an open file
-            np.savez_compressed(file, **arrays)
+        target = Path(os.path.realpath(path))
+        unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            with unfinished.open("wb") as file:  # to its name, NumPy would append .npz
+                np.savez_compressed(file, **arrays)
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, tokenizer: Any = None) -> Self:
@@ -135,26 +144,26 @@ class DocumentFrequency:
         Impossible numbers are refused, and counts of another ``tokenizer`` (with ``get_vocab()``).
         """
         sha256 = None if tokenizer is None else tokenizer_sha256(tokenizer)
-        with (
-            open(path, "rb") as file,
-            refused_if_damaged(f"{path} is not a DocumentFrequency file"),
-        ):
-            archive = np.load(file, allow_pickle=False)
-            if archive.zip.testzip() is not None:
-                raise ValueError("its checksum is wrong")
-            numbers = {name: archive[name].item() for name in NUMBERS if name in archive}
-            for name, number in numbers.items():
-                check_integer(name, number, minimum=0)
-            counter = cls(numbers["vocab_size"])
-            counter.tokenizer_sha256 = str(archive["tokenizer_sha256"]) or None
-            counter.num_documents = numbers["num_documents"]
-            counter.num_tokens = numbers.get("num_tokens")  # old files have none
-            df = counter.df = torch.from_numpy(archive["df"])
-            if df.dtype != torch.int64 or df.shape != (counter.vocab_size,):
-                raise ValueError(f"its `df` is of {df.dtype} {list(df.shape)}")
-            most = math.inf if counter.num_tokens is None else counter.num_tokens
-            if df.min() < 0 or df.max() > counter.num_documents or df.sum() > most:
-                raise ValueError(f"its `df` is not of {counter.num_documents} documents")
+        with open(path, "rb") as file:
+            try:
+                archive = np.load(file, allow_pickle=False)
+                if archive.zip.testzip() is not None:
+                    raise ValueError("its checksum is wrong")
+                numbers = {name: archive[name].item() for name in NUMBERS if name in archive}
+                for name, number in numbers.items():
+                    check_integer(name, number, minimum=0)
+                counter = cls(numbers["vocab_size"])
+                counter.tokenizer_sha256 = str(archive["tokenizer_sha256"]) or None
+                counter.num_documents = numbers["num_documents"]
+                counter.num_tokens = numbers.get("num_tokens")  # old files have none
+                df = counter.df = torch.from_numpy(archive["df"])
+                if df.dtype != torch.int64 or df.shape != (counter.vocab_size,):
+                    raise ValueError(f"its `df` is of {df.dtype} {list(df.shape)}")
+                most = math.inf if counter.num_tokens is None else counter.num_tokens
+                if df.min() < 0 or df.max() > counter.num_documents or df.sum() > most:
+                    raise ValueError(f"its `df` is not of {counter.num_documents} documents")
+            except Exception as error:  # a damaged archive fails in many ways
+                raise ValueError(f"{path} is not a DocumentFrequency file: {error}") from error
         if sha256 not in (None, had := counter.tokenizer_sha256):
             raise ValueError(f"expected {path} to have tokenizer_sha256 = {sha256!r}, got {had!r}")
         return counter

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparse_losses._core import products
 from sparse_losses._core.products import HALVES, returns_fp32
 
 CPU = torch.device("cpu")
@@ -14,7 +13,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def device(monkeypatch):
     """A device that can or cannot multiply halves into fp32, and the products it was asked for."""
-    monkeypatch.setattr(products, "_returns_fp32", {})
+    returns_fp32.cache_clear()
     device = SimpleNamespace(error=None, products_made=[])
 
     def multiply(a, b, *, out_dtype=None):
@@ -25,7 +24,8 @@ def device(monkeypatch):
 
     for name in ("mm", "bmm"):
         monkeypatch.setattr(torch, name, multiply)
-    return device
+    yield device
+    returns_fp32.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

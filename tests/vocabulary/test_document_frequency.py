@@ -108,6 +108,22 @@ def test_idf_is_the_formula_for_every_token(docs):
     assert counter.idf().dtype == counter.idf("standard").dtype == torch.float64
 
 
+def test_error_while_saving_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "counts"
+    counted([[1, 2]]).save(path)
+    old = path.read_bytes()
+
+    def fail(file, **arrays):
+        file.write(b"half")
+        raise OSError("No space left")
+
+    monkeypatch.setattr(np, "savez_compressed", fail)
+    with pytest.raises(OSError, match="No space left"):
+        counted([[1]]).save(path)
+    assert path.read_bytes() == old
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize(("name", "sha"), [("counts.npz", None), ("counts", "e3b0c442")])
 def test_loaded_counter_equals_the_saved_one(tmp_path, name, sha):
     counter = counted([[1, 2], [2], []], tokenizer_sha256=sha)
