@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from sparse_losses._core.checks import values_can_be_checked
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce, reduce_means
 
@@ -73,10 +74,12 @@ def margin_mse_loss(
         student_positive, teacher_positive = student_positive[:, None], teacher_positive[:, None]
     # A NaN of one side does not make up for the -inf of the other.
     absent = torch.fmin(teacher_positive, teacher_negative) == -torch.inf
-    if candidate_mask is not None:
-        absent = absent | ~candidate_mask
-    student_margin = (student_positive - student_negative).masked_fill(absent, 0.0)
-    teacher_margin = (teacher_positive - teacher_negative).masked_fill(absent, 0.0)
+    absent = absent if candidate_mask is None else absent | ~candidate_mask
+    margins = student_positive - student_negative, teacher_positive - teacher_negative
+    if values_can_be_checked(absent) and absent.numel() and not absent.any():  # nothing to mask
+        squares = nnf.mse_loss(*margins, reduction="none")
+        return reduce(squares.mean(1) if has_list else squares, reduction, gather=gather)
+    student_margin, teacher_margin = (margin.masked_fill(absent, 0.0) for margin in margins)
     if reduction == "mean" and not (has_list or gather):
         total = nnf.mse_loss(student_margin, teacher_margin, reduction="sum")
         return total / (~absent).sum().clamp(min=1)

@@ -445,6 +445,8 @@ def test_a_setting_changes_neither_value_nor_gradient(case, setting):
 @over(TRANSFORMED)
 def test_it_compiles_into_one_graph(case):
     """One case a loss by Inductor, as a module."""
+    if case.stem == "objective" and not hasattr(torch.compiler, "is_exporting"):
+        pytest.skip("PyTorch 2.6 compiles an objective, but not the constructor of a loss")
     torch._dynamo.reset()
     tensors = case.tensors(dtype=torch.float32)
     leaves = watch(case, tensors)
