@@ -44,7 +44,7 @@ fuzz: $(VENV)/.dev  ## the property tests with more, and more extreme, random pr
 
 # Without other people's trainers.
 OF_THE_PACKAGE = tests/_core tests/distributed tests/fast tests/losses tests/objective tests/representation \
-  tests/vocabulary tests/test_presets.py tests/test_queue.py
+  tests/sparsity tests/vocabulary tests/test_metrics.py tests/test_presets.py tests/test_queue.py
 test-oldest: $(OLDEST)/.ready  ## the package on the oldest PyTorch that it takes, in an environment of its own
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile \
 	  $(OF_THE_PACKAGE) $(ARGS)
