@@ -64,6 +64,7 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.calibrate = dict(calibrate or {})
         self._learned: dict[str, nn.Parameter] = {}
         self._handles: list[Any] = []
+        self._start: list[dict[str, Any]] = []  # states of the schedules as training began
         self._names: list[str] = []  # of the terms
         # Their sums and numbers of batches (rows, in an evaluation) [T, 2], by whether it trains.
         self._sums: dict[bool, Tensor] = {}
@@ -97,7 +98,11 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **objects: Any) -> None:
         """Restore the state if training resumes, and attach the schedules."""
+        if self._handles and not state.global_step:  # again, as with `auto_find_batch_size`
+            for one, its_state in zip(self.schedules, self._start, strict=True):
+                one.load_state_dict(its_state)
         self._detach()  # from a run that was interrupted
+        self._start = [one.state_dict() for one in self.schedules]
         if isinstance(state.stateful_callbacks.get(type(self).__name__), list):
             raise ValueError("expected one TrainingState for all schedules, got several")
         optimizer, model = objects["optimizer"], objects["model"]

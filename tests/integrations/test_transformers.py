@@ -56,6 +56,24 @@ def test_best_model_comes_back_with_the_parameters_of_its_loss(tmp_path):
     assert before[0] > before[-1]
 
 
+def test_schedules_begin_again_with_a_run_that_finds_its_batch_size(tmp_path, monkeypatch):
+    objective = setting.objective()
+    schedule = setting.schedule_of(objective)
+    trainer = make(tmp_path, objective, schedule, auto_find_batch_size=True, max_steps=3)
+    compute, sizes = trainer.compute_loss, []
+
+    def short_of_memory(model, inputs, **options):
+        sizes.append(len(inputs["anchor"]["input_ids"]))
+        if sizes == [4, 4]:
+            raise RuntimeError("CUDA out of memory.")
+        return compute(model, inputs, **options)
+
+    monkeypatch.setattr(trainer, "compute_loss", short_of_memory)
+    trainer.train()
+    assert sizes[1] > sizes[2]
+    assert schedule.steps_taken == 3 == len(sizes) - 2
+
+
 @works_with(TRAINER, "fp32")
 def test_terms_are_logged_as_means_of_the_window(tmp_path):
     """An evaluation in between is no part of it."""
