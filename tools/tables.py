@@ -84,12 +84,12 @@ def memory() -> str:
     cases: dict[tuple[str, str], dict[str, Row]] = {}
     for row in read(BENCHMARKS / "aims-run-1.csv"):
         cases.setdefault((row["loss"], row["case"]), {})[row["variant"]] = row
-    rows = []
-    for about, variants in cases.items():
-        found = [variants.get(name) for name in ("eager", PEER, "ours")]
-        peaks = ["-" if row is None else figure(float(row["peak_bytes"]) / MIB) for row in found]
-        times = ["-" if row is None else figure(1e3 * float(row["seconds"])) for row in found]
-        rows.append((*about, *peaks, *times))
+    rows, units = [], {"peak_bytes": 1 / MIB, "seconds": 1e3}
+    for (loss, case), variants in cases.items():
+        for kind in ("ours", *({"ours, CSR input"} & variants.keys())):
+            found = [variants.get(name) for name in ("eager", PEER, kind)]
+            cells = [figure(float(r[x]) * n) if r else "-" for x, n in units.items() for r in found]
+            rows.append((loss, case if kind == "ours" else f"{case}, ours of CSR", *cells))
     labels = ("plain", PEER, "sparse-losses")
     heading = [f"{label}, {unit}" for unit in ("MiB", "ms") for label in labels]
     return markdown(("loss", "case", *heading), rows, words=2)
