@@ -25,7 +25,7 @@ from sparse_losses import (
 from sparse_losses.objective import terms
 
 WEIGHT = 0.0005  # of the penalty on both sides
-# Its share by the last tenth of the training: 0 at first, then fourfold with every tenth.
+# Its share of that, up to a tenth of the training: 0 up to the fourth, 1/64 in the fifth, ...
 SHARES = {4: 0.0, 5: 1 / 64, 6: 1 / 16, 7: 1 / 4, 10: 1.0}
 
 

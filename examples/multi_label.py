@@ -49,7 +49,8 @@ def main(model: str = "google-bert/bert-base-uncased", steps: int = 100) -> list
     width = encoder.model.config.hidden_size
     prototypes = torch.nn.Parameter(torch.randn(len(names), width, device=device))  # one a label
     nws = NWSLoss(label_similarity(multi_hot[train]), temperature=0.1).to(device)
-    optimizer = torch.optim.AdamW([*encoder.parameters(), prototypes], lr=5e-5)
+    groups = [{"params": [*encoder.parameters()]}, {"params": [prototypes], "lr": 1e-2}]
+    optimizer = torch.optim.AdamW(groups, lr=5e-5)
 
     before = shared(encoder, *asked)
     encoder.train()

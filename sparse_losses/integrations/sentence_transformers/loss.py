@@ -29,7 +29,8 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
     - ``labels`` are a teacher's scores ``[B, 1 + n]``; for MarginMSE alone also margins ``[B, n]``;
       for pairwise contrastive 0/1 ``[B]``; for NWS multi-hot ``[B, L]``; for InfoNCE and triplet
       margin ids, with ``labels_are_ids``.
-    - A negative is left out if its score is ``-inf`` or its id is that of the row's positive.
+    - A negative is left out if its id is that of the row's positive; and of distillation, RankNet
+      and MarginMSE if its score is ``-inf``.
     - Distillation, RankNet and MarginMSE alone compare dot products. To distil a bi-encoder's
       cosines into dot products, take ``terms.distillation(similarity="dot", score_scale=1.0,
       teacher_scale=1 / t)``, with the temperature ``t`` at which the bi-encoder was trained.
