@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from sparse_losses import SpladeEncoder, StaticQueryEncoder
-from tests.representation.tiny_models import causal_lm, masked_lm, tokenizer
+from tests.representation.tiny_models import causal_lm, masked_lm, tokenizer, word_level
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 @pytest.fixture
@@ -37,14 +35,7 @@ def script(monkeypatch):
 def words(script):
     """A tokenizer of the words of the pairs that are trained on."""
     texts = " ".join(f"{name} {text}" for name, text, _ in script("data").documented())
-    commonest = sorted(set(re.findall(r"\w+", texts.lower())))[:2000]
-    vocabulary = {word: i for i, word in enumerate([*SPECIAL, *commonest])}
-    tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokens.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    named = dict(zip(names, SPECIAL, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=tokens, model_max_length=128, **named)
+    return word_level(sorted(set(re.findall(r"\w+", texts.lower())))[:2000], model_max_length=128)
 
 
 def configuration(words):

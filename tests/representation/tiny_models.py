@@ -89,6 +89,18 @@ def tokenizer(kind: str = "unigram") -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokens, **names)
 
 
+def word_level(words: list[str], **options) -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words, with BERT's special tokens before them."""
+    special = {
+        f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")
+    }
+    vocabulary = {token: i for i, token in enumerate([*special.values(), *words])}
+    tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokens.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, **special, **options)
+
+
 KINDS = {"bert": "wordpiece", "distilbert": "wordpiece", "modernbert": "bytes"}
 
 

@@ -13,11 +13,8 @@ from tests.examples.demo.artificial import TINY
 def tiny(corpus, monkeypatch):
     """A corpus and a model that trains in a second."""
     real, size = command.settings_of, ModelSize(hidden=32, layers=1, heads=2)
-    monkeypatch.setattr(
-        command,
-        "settings_of",
-        lambda options: dataclasses.replace(real(options), size=size, **TINY),
-    )
+    small = lambda options: dataclasses.replace(real(options), size=size, **TINY)  # noqa: E731
+    monkeypatch.setattr(command, "settings_of", small)
     monkeypatch.setattr(docstrings, "load", lambda: corpus)
 
 
@@ -29,24 +26,10 @@ def test_a_run_is_saved_and_answers_at_once(tiny, corpus, tmp_path, capsys, monk
     questions = ["--query", text, "--query", "zzzz [b]"]
     command.main([*arguments, *questions])
     printed = " ".join(capsys.readouterr().out.split())
-    for expected in (
-        "1. Start sparse",
-        "2. Learn",
-        "3. Prune both sides",
-        "-> 12 dimensions",
-        "BM25, words",
-        "trained, not pruned",
-        "MRR@10",
-        "products of a pair",
-        "? zzzz [b]",
-        f"make demo ARGS='--output {folder} --query",
-        "examples/train_with_transformers.py",
-    ):
+    for expected in ("-> 12 dimensions", "trained, not pruned", "MRR@10", "? zzzz [b]"):
         assert expected in printed
     figures = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
     assert figures["settings"]["seed"] == 3
-    assert figures["calibration"]["after"]["document_active"] == pytest.approx(12, rel=0.05)
-    assert figures["calibration"]["after"]["query_active"] == pytest.approx(6, rel=0.05)
     assert len(figures["loss"]) == 10
     assert list(figures["answers"]) == [text, "zzzz [b]"]
     systems = {"untrained model", "BM25, words", "BM25, same subwords", "this model"}
