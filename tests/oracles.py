@@ -168,11 +168,6 @@ def info_nce_from_scores(
     return _rows(values)
 
 
-def mutual_information_lower_bound(loss: float, num_candidates: int) -> float:
-    """``log(n) - loss``, never more than ``log(n)``."""
-    return min(math.log(num_candidates) - loss, math.log(num_candidates))
-
-
 def n_pair(anchor, positive, negative=None) -> Rows:
     """``log(1 + sum_k exp(a.n_k - a.p))``."""
     values: list[float | None] = []
