@@ -76,6 +76,11 @@ class Loss:
         return "reduction" in self.hyperparameters
 
     @property
+    def reductions(self) -> tuple[str | None, ...]:
+        """Those that it takes; ``None`` where it has no such argument."""
+        return ("none", "mean", "sum") if self.reduces else (None,)
+
+    @property
     def numbers(self) -> list[str]:
         """Hyperparameters whose default is a float."""
         return [name for name, default in self.hyperparameters.items() if type(default) is float]
@@ -865,8 +870,7 @@ def assert_follows_the_formula(stem: str, arrays: Arrays, **options: Any) -> Non
     loss, function = case.loss, case.function()
     expected = loss.oracle(**arrays, **options)
     impls = ({"impl": "definition"}, {"impl": "auto"}) if loss.implementations else ({},)
-    reductions = ("none", "mean", "sum") if loss.reduces else (None,)
-    for reduction, impl in itertools.product(reductions, impls):
+    for reduction, impl in itertools.product(loss.reductions, impls):
         reduced = expected if reduction is None else oracles.reduce_rows(*expected, reduction)
         impl = impl if reduction is None else {**impl, "reduction": reduction}
         value = function(**tensors, **impl)

@@ -13,30 +13,14 @@ def dot(a: np.ndarray, b: np.ndarray) -> float:
     return math.fsum(products) if np.isfinite(products).all() else float(sum(products))
 
 
-def maxima(hidden, weight, mask=None) -> tuple[np.ndarray, np.ndarray]:
-    """Return ``max_s h_is . w_j`` and its first position; -1 for a text without a position."""
-    batch, length, _ = np.shape(hidden)
-    vocab = len(weight)
-    top = np.zeros((batch, vocab))
-    position = np.full((batch, vocab), -1)
-    for i in range(batch):
-        for j in range(vocab):
-            for s in range(length):
-                if mask is not None and not mask[i][s]:
-                    continue
-                value = dot(hidden[i][s], weight[j])
-                if position[i, j] < 0 or value > top[i, j]:
-                    top[i, j], position[i, j] = value, s
-    return top, position
-
-
 def logits(hidden, weight, bias=None, mask=None, gate=None, softcap=None) -> np.ndarray:
     """Return ``g_ij cap(max_s h_is . w_j + b_j)``, 0 for a text without a position."""
-    top, position = maxima(hidden, weight, mask)
-    pooled = np.zeros_like(top)
-    for i, j in np.ndindex(*top.shape):
-        if position[i, j] >= 0:
-            value = capped(top[i, j] + (0.0 if bias is None else float(bias[j])), softcap)
+    pooled = np.zeros((len(hidden), len(weight)))
+    for i, j in np.ndindex(*pooled.shape):
+        positions = [s for s in range(len(hidden[i])) if mask is None or mask[i][s]]
+        if positions:
+            top = max(dot(hidden[i][s], weight[j]) for s in positions)
+            value = capped(top + (0.0 if bias is None else float(bias[j])), softcap)
             pooled[i, j] = value * (1.0 if gate is None else float(gate[i][j]))
     return pooled
 

@@ -21,6 +21,8 @@ from sparse_losses import SpladeHead
 from sparse_losses._core.loss import _as_layer
 from sparse_losses.fast import head_entries, head_packed, head_tiles
 from sparse_losses.functional import splade_head
+from tests.cases import to_tensors
+from tests.instruments import gradients, weigh
 from tests.representation import head_oracle as oracle
 from tests.strategies import seeds
 
@@ -43,11 +45,6 @@ def head(request, monkeypatch):
 
 def only(*names):
     return pytest.mark.parametrize("head", names, indirect=True)
-
-
-def to_tensors(arrays: dict, dtype: torch.dtype) -> dict:
-    tensors = {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
-    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
 
 
 def example(dtype=torch.float64, vocab=23, width=8, **others) -> dict:
@@ -80,18 +77,8 @@ def watch(tensors: dict, *names: str) -> dict:
     return leaves
 
 
-def weigh(out: torch.Tensor) -> torch.Tensor:
-    """Weigh all entries differently, so that a misplaced gradient shows."""
-    return (out * torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).reshape(out.shape)).sum()
-
-
 def weigh_all(out) -> torch.Tensor:
     return sum(map(weigh, out)) if isinstance(out, tuple) else weigh(out)
-
-
-def gradients(value: torch.Tensor, leaves: dict, **options) -> dict:
-    found = torch.autograd.grad(value, list(leaves.values()), **options)
-    return dict(zip(leaves, found, strict=True))
 
 
 def close(actual: dict, expected: dict, rtol: float = 1e-5, atol: float = 2e-5) -> None:
