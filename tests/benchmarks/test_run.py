@@ -8,7 +8,6 @@ import torch
 
 pytest.importorskip("rich")
 
-from benchmarks import __main__ as command
 from benchmarks.losses import benchmark
 from benchmarks.run import memory, timing
 from benchmarks.run.check import Mismatch, check
@@ -101,16 +100,3 @@ def test_rows_are_written_once_and_for_one_machine(tmp_path: Path):
     with pytest.raises(ValueError, match="device is 'x' there"):
         Table(path, {**COMMON, "device": "another"})
     assert Table(path, {**COMMON, "device": "another"}, fresh=True).rows == []
-
-
-def test_the_command_measures_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(command.BUDGET, "tiny", 0.0)
-    output = tmp_path / "run.csv"
-    words = ["--suite", "tiny", "--only", "margin_mse,flops", "--no-compile", f"--output={output}"]
-    assert command.main(words) == 0
-    rows = read(output)
-    assert {row["loss"] for row in rows} == {"margin_mse", "flops"}
-    assert {row["status"] for row in rows} == {"ok"}
-    before = output.read_text()
-    assert command.main(words) == 0
-    assert output.read_text() == before

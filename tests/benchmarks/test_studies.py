@@ -7,7 +7,6 @@ import random
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("rich")
 pytest.importorskip("peft")
@@ -28,6 +27,7 @@ from benchmarks.studies import (
 from sparse_losses import SpladeEncoder
 from tests.examples.demo.artificial import TOPICS
 from tests.representation import tiny_models
+from tools.tables import RESULTS as STUDIES
 
 # What the studies share.
 
@@ -79,29 +79,21 @@ def test_figures_of_rankings_follow_their_formulas():
         assert [one[query] for one in figures.values()] == pytest.approx(expected)
 
 
-# The battery of small models.
-
-
-@pytest.fixture(scope="module")
-def texts():
-    made = battery.Texts()
-    made.queries, made.documents = made.queries[:40], made.documents[:40]
-    return made
+# The studies, with few texts and tiny models.
 
 
 @pytest.mark.parametrize(
     ("model", "arm"),
     [("bag", "shift"), ("static", "shift"), ("decoder", "gain"), ("bag", "topk")],
 )
-def test_every_model_and_arm_starts_sparse_and_is_pruned_to_its_number(model, arm, texts):
+def test_every_model_and_arm_starts_sparse_and_is_pruned_to_its_number(model, arm):
+    texts = battery.Texts()
+    texts.queries, texts.documents = texts.queries[:40], texts.documents[:40]
     row = dataclasses.replace(battery.Row(model), steps=2, batch=4)
     rows = list(battery.run(row, battery.ARMS[arm], texts))
     assert [one["asked_document"] for one in rows] == ["", 32, 16]
     assert rows[0]["first_active"] == pytest.approx(battery.V / 4, rel=0.2)
     assert all(one["document"] <= 1.1 * one["asked_document"] for one in rows[1:])
-
-
-# A collection on disk, and the models that are trained on it.
 
 
 @pytest.fixture
@@ -129,141 +121,82 @@ def test_training_reads_documents_alone_and_only_judged_queries_count(folder):
     assert len(found.pairs) == 3 * 45  # every fourth document gives none
 
 
-def saved(folder, has_head=True, **settings):
-    """The folder of a tiny model with its tokenizer, and both of them."""
-    model, words = tiny_models.pair("bert", **settings)
-    model = model if has_head else model.base_model
-    for part in (model, words):
-        part.save_pretrained(folder.parent / "tiny" / "model")
-    return folder.parent / "tiny" / "model", model, words
-
-
 @pytest.fixture
-def letters(monkeypatch):
-    """A tiny model's tokens are letters: texts of more tokens, and a model with their places."""
-    monkeypatch.setattr(collection, "LENGTHS", (32, 200))
-    return {"max_position_embeddings": 200}
+def tiny(tmp_path, monkeypatch):
+    """The folders of a tiny masked language model and of its body, and what fits their size."""
+    model, words = tiny_models.pair("bert", max_position_embeddings=200)
+    for name, own in (("masked", model), ("dense", model.base_model)):
+        for part in (own, words):
+            part.save_pretrained(tmp_path / name)
+    monkeypatch.setattr(collection, "LENGTHS", (32, 200))  # its tokens are letters
+    monkeypatch.setattr(from_dense, "LENGTH", 40)
+    monkeypatch.setattr(from_dense, "STARTS", (8, 20))
+    for module in (collection, trainer_step):
+        monkeypatch.setattr(module, "START", 20)
+    for module in (collection, teachers):
+        monkeypatch.setattr(module, "POINTS", [(4, 8)])
+    monkeypatch.setenv("MINILM", str(tmp_path / "dense"))
+    return tmp_path
 
 
-def test_the_cut_model_gives_the_vectors_of_the_whole(folder, letters):
-    path, model, tokenizer = saved(folder, **letters)
-    found = beir.load(folder)
-    task = collection.Task([found], str(path))
-    assert len(task.kept) < len(tokenizer)
+def test_the_cut_model_gives_the_vectors_of_the_whole(folder, tiny):
+    found, whole = beir.load(folder), SpladeEncoder.from_pretrained(tiny / "masked")
+    task = collection.Task([found], str(tiny / "masked"))
+    assert len(task.kept) < whole.vocab_size
     ((_, _, documents),) = task.tests
     cut = learn.vectors(collection.Tower(task.make(), task.kept).eval(), documents)
-    whole = SpladeEncoder(model, tokenizer).encode(found.documents, output="dense")
-    torch.testing.assert_close(cut, whole[:, task.kept])
+    expected = whole.encode(found.documents, output="dense")[:, task.kept]
+    torch.testing.assert_close(cut, expected)
 
 
-@pytest.mark.parametrize(("has_head", "start"), [(True, ""), (False, "start 20, ")])
-def test_pretrained_models_and_one_from_scratch_are_trained(
-    folder, letters, has_head, start, monkeypatch
-):
-    path, output = saved(folder, has_head, **letters)[0], folder.parent / "study.csv"
-    monkeypatch.setattr(collection, "START", 20)
-    monkeypatch.setattr(collection, "POINTS", [(4, 8)])
-    options = ["--data", str(folder), "--steps", "2", "--seeds", "0", "--output", str(output)]
-    for model in ([], ["--model", str(path)]):
-        collection.main([*options, "--arms", "prune", *model])
-    assert [(row["model"], row["arm"], row["asked_document"]) for row in read(output)] == [
-        (model, f"{start}nothing", asked)
-        for model, start in (("scratch", "start 1/4, "), ("tiny", start))
-        for asked in ("", "8")
-    ]
+class BiEncoder:
+    """A teacher."""
+
+    def __init__(self, *_, **options): ...
+
+    def encode(self, texts, **options):
+        return torch.eye(8)[[len(text) % 8 for text in texts]]
 
 
-def test_every_way_of_a_dense_encoder_has_a_row_and_one_is_the_packages(folder, monkeypatch):
-    path, output = saved(folder, False)[0], folder.parent / "study.csv"
-    monkeypatch.setenv("MINILM", str(path))
-    monkeypatch.setattr(from_dense, "STARTS", (8, 20))
-    monkeypatch.setattr(from_dense, "LENGTH", 40)
-    from_dense.main(["--data", str(folder), "--output", str(output)])
-    rows = read(output)
-    assert len(rows) == 1 + 2 * 7
-    one = beir.load(folder)
-    for row in rows:
-        if row["way"] != "dense":
-            assert float(row["document"]) == pytest.approx(float(row["start"]), abs=0.6)
-        if row["way"] == "bias by token: its mean":
-            options = {"start_active": int(row["start"]), "max_length": from_dense.LENGTH}
-            encoder = SpladeEncoder.from_dense(path, one.documents, **options)
-            x, y = (encoder.encode(texts).to_dense() for texts in (one.queries, one.documents))
-            own = beir.ranked(x @ y.T, one.relevant)["ndcg_10"]
-            assert sum(own) / len(own) == pytest.approx(float(row["ndcg_10"]), abs=0.02)
+SHORT = "--data toy --steps 2 --seeds 0"
+RUNS = {  # the study, its options, a column, and what stands there
+    "scratch": (collection, f"{SHORT} --arms prune topk16", "arm", {"topk 16 from 75%", "nothing"}),
+    "masked": (collection, f"{SHORT} --arms prune --model masked", "arm", {"nothing"}),
+    "dense": (collection, f"{SHORT} --arms prune --model dense", "arm", {"start 20, nothing"}),
+    "from_dense": (from_dense, "--data toy", "start", {"", "8", "20"}),
+    "teachers": (teachers, f"{SHORT} --model masked --teacher any", "teacher", {"none"}),
+    "calculated": (calculated, "--suite tiny --only flops,info_nce", "loss", {"flops", "info_nce"}),
+    "training": (training_step, "--device cpu --tiny --budget 0.01", "status", {"ok"}),
+    "trainer": (trainer_step, "--models masked dense --batches 2x8 --budget 0", "model", {"dense"}),
+    "gathered": (gathered, "--ranks 2 --pairs 3 --vocabulary 400", "value_difference", {"0"}),
+}
+COMMITTED = {training_step: "cuda-training", trainer_step: "trainer-step"}
 
 
-def test_every_form_of_a_teacher_is_trained_once(folder, letters, monkeypatch):
+@pytest.mark.parametrize("name", RUNS)
+def test_a_study_of_toys_has_the_columns_of_its_results(name, folder, tiny, monkeypatch):
+    module, options, column, expected = RUNS[name]
     package = pytest.importorskip("sentence_transformers")
-
-    class BiEncoder:
-        def __init__(self, *_, **options): ...
-
-        def encode(self, texts, **options):
-            return nn.functional.normalize(torch.eye(8)[[len(text) % 8 for text in texts]])
-
-    monkeypatch.setattr(package, "SentenceTransformer", BiEncoder)
-    monkeypatch.setattr(teachers, "POINTS", [(4, 8)])
-    output = folder.parent / "teachers.csv"
-    options = ["--data", str(folder), "--model", str(saved(folder, **letters)[0])]
-    options += ["--teacher", "any", "--steps", "2", "--seeds", "0", "--output", str(output)]
+    if module is teachers:
+        monkeypatch.setattr(package, "SentenceTransformer", BiEncoder)
+    monkeypatch.chdir(folder.parent)
     for _ in range(2):  # what is there is not trained again
-        assert teachers.main(options) == 0
-    rows = read(output)
-    forms = ["none", *(f"{form}{mixed}" for form in teachers.FORMS for mixed in ("", ", mixed"))]
-    assert [row["teacher"] for row in rows] == [form for form in forms for _ in range(2)]
-    ranked = {row["teacher"]: row["ndcg_10"] for row in rows}
-    # Mixed scores have neither shift nor scale.
-    assert ranked["cosines, mixed"] == ranked["logits, mixed"]
-
-
-# Steps, counted and measured.
-
-
-def test_cases_and_a_training_step_are_counted(tmp_path):
-    path = tmp_path / "calculated.csv"
-    options = ["--suite", "tiny", "--only", "flops,info_nce", "--output", str(path)]
-    assert calculated.main(options) == 0
-    rows = read(path)
-    assert {("flops", "eager"), ("info_nce", "ours")} <= {(x["loss"], x["variant"]) for x in rows}
-    assert all(int(row["launches"]) > 0 and int(row["peak_bytes"]) > 0 for row in rows)
-    assert read(RESULTS / "calculated.csv")[0].keys() == rows[0].keys()
-    plain, ours = calculated.training_steps(training_step.TINY)
-    assert (plain["variant"], ours["variant"]) == ("eager", "ours")
-    assert ours["launches"] > 100
-
-
-def test_a_training_step_is_measured(tmp_path):
-    output = tmp_path / "step.csv"
-    options = ["--device", "cpu", "--tiny", "--budget", "0.01", "--output", str(output)]
-    assert training_step.main(options) == 0
-    rows = read(output)
-    assert [(row["pairs"], row["variant"]) for row in rows] == [("2", "eager"), ("2", "ours")]
+        assert module.main([*options.split(), "--output", "study.csv"]) == 0
+    rows = read(tiny / "study.csv")
+    file = COMMITTED.get(module, module.__name__.rpartition(".")[2])
+    (committed,) = (x for x in (RESULTS, STUDIES) for x in [x / f"{file}.csv"] if x.exists())
+    assert rows[0].keys() == read(committed)[0].keys()
+    assert {row[column] for row in rows} >= expected
     for row in rows:
-        assert row["status"] == "ok"
-        assert all(float(row[key]) > 0 for key in ("seconds", "tokens_per_second", "peak_bytes"))
-        assert float(row["gradient_difference"]) < training_step.ALLOWED_GRADIENT
-
-
-def test_every_variant_takes_a_trainers_steps_with_either_kind_of_model(folder, monkeypatch):
-    models = [str(saved(folder / name / "x", name == "masked")[0]) for name in ("masked", "dense")]
-    monkeypatch.setattr(trainer_step, "START", 20)  # of a tiny vocabulary
-    output = folder.parent / "trainer-step.csv"
-    sizes = ("--batches", "2x8", "--budget", "0", "--output", str(output))
-    assert trainer_step.main(["--models", *models, *sizes]) == 0
-    rows = read(output)
-    assert [row["variant"] for row in rows] == list(trainer_step.VARIANTS) * 4  # in two dtypes
-    assert all(float(row["seconds"]) > 0 and int(row["peak_bytes"]) > 0 for row in rows)
+        assert all(0 <= float(row[key]) <= 1 for key in row if key in ("ndcg_10", "recall_10"))
+        assert all(float(row[key]) < 1e-6 for key in row if key.endswith("_difference"))
+        assert all(float(row[key]) > 0 for key in row if key in ("seconds", "peak_bytes"))
 
 
 def test_of_sparse_vectors_ranks_send_entries(tmp_path):
-    output = tmp_path / "gathered.csv"
     sizes = ("--ranks", "2", "--pairs", "3", "--vocabulary", "400", "--active", "0.02")
-    assert gathered.main([*sizes, "--output", str(output)]) == 0
-    dense, entries = read(output)
+    assert gathered.main([*sizes, "--output", str(tmp_path / "gathered.csv")]) == 0
+    dense, entries = read(tmp_path / "gathered.csv")
     # Rows of documents in one direction, their gradients in the other.
     assert float(dense["mib_sent"]) >= 2 * (2 * 3 * 400 * 4) / 2**20
     assert 0 < float(entries["mib_sent"]) < float(dense["mib_sent"]) / 10
-    for row in (dense, entries):
-        assert float(row["value_difference"]) < 1e-9
-        assert float(row["gradient_difference"]) < 1e-9
