@@ -132,14 +132,6 @@ def test_byte_level_is_known_by_its_alphabet_where_nothing_is_marked():
     assert kept(vocabulary, "Hangul", allow_common=False)[-1] == vocabulary[-1]
 
 
-def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match=r"`scripts` .*, got 'Hangeul'"):
-        language_token_ids(["a"], ["Latin", "Hangeul"])
-    for tokenizer, scripts, name in ((["a"], "Hangul", "scripts"), (3, ["Latin"], "tokenizer")):
-        with pytest.raises(TypeError, match=f"`{name}`"):
-            language_token_ids(tokenizer, scripts)
-
-
 def test_added_tokens_are_kept_by_their_text_and_special_ones_are_not():
     tk, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
     tokenizer = tk.Tokenizer(tk.models.BPE({c: i for i, c in enumerate(ALPHABET)}, []))
