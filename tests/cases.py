@@ -4,7 +4,7 @@ The contract tests (tests/losses/test_contract.py) and the tests on several rank
 add a loss:
 
 1. Write its oracle in tests/oracles.py, in NumPy loops, named like the loss. It takes the arrays
-   and hyperparameters; where the loss has a ``reduction``, it returns values and validity of rows.
+   and hyperparameters; where the loss has a ``reduction``, it yields a value a row, or ``None``.
 2. Add a ``Loss`` to ``LOSSES``: its names, and of each tensor, in order, the shape and roles, as in
    ``"B N D or N D, grad, private"``. B is the batch; " or " parts shapes that differ in the
    number of dimensions. Roles are ``grad`` (differentiable), ``mask``, ``buffer`` (the module keeps
@@ -444,7 +444,7 @@ class Case:
     def expected(self, arrays: Arrays, reduction: str = "mean") -> Any:
         """Return the oracle's value."""
         value = self.loss.oracle(**arrays, **self.kwargs)
-        return oracles.reduce_rows(*value, reduction) if self.loss.reduces else value
+        return oracles.reduce_rows(value, reduction) if self.loss.reduces else value
 
     def function(self) -> Callable[..., torch.Tensor]:
         """Return the functional loss with this case's hyperparameters."""
@@ -869,9 +869,10 @@ def assert_follows_the_formula(stem: str, arrays: Arrays, **options: Any) -> Non
     case, tensors = Case(stem, "", dict, options), to_tensors(arrays)
     loss, function = case.loss, case.function()
     expected = loss.oracle(**arrays, **options)
+    expected = list(expected) if loss.reduces else expected
     impls = ({"impl": "definition"}, {"impl": "auto"}) if loss.implementations else ({},)
     for reduction, impl in itertools.product(loss.reductions, impls):
-        reduced = expected if reduction is None else oracles.reduce_rows(*expected, reduction)
+        reduced = expected if reduction is None else oracles.reduce_rows(expected, reduction)
         impl = impl if reduction is None else {**impl, "reduction": reduction}
         value = function(**tensors, **impl)
         assert value.shape == np.shape(reduced)
