@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForMaskedLM, MPNetConfig, MPNetForMaskedLM
+from transformers import AutoModel, AutoModelForMaskedLM
 
 from sparse_losses import SpladeEncoder
 from tests.representation.tiny_models import (
     ARCHITECTURES,
-    SIZES,
     TEXTS,
     causal_lm,
     load_theirs,
@@ -22,12 +21,7 @@ LONG = [text for text in TEXTS if text] * 3
 
 def dense_folder(architecture, path):
     """The body of a model and its tokenizer, as a dense encoder is saved."""
-    if architecture == "mpnet":
-        words = tokenizer()
-        torch.manual_seed(0)
-        model = MPNetForMaskedLM(MPNetConfig(vocab_size=len(words), **SIZES)).eval()
-    else:
-        model, words = pair(architecture)
+    model, words = pair(architecture)
     for part in (model.base_model, words):
         part.save_pretrained(path)
     return path
@@ -48,7 +42,7 @@ def products(folder, batch):
 
 
 @pytest.mark.filterwarnings("ignore:expected")
-@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES, "mpnet"} - {"albert"}))
+@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES} - {"albert"}))
 def test_logits_are_products_with_word_embeddings_and_all_load_them(architecture, tmp_path):
     folder = dense_folder(architecture, tmp_path / "dense")
     encoder = SpladeEncoder.from_dense(folder, LONG, start_active=12)

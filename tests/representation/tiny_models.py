@@ -42,6 +42,7 @@ ARCHITECTURES = {
     "albert": ("Albert", {**SIZES, **IDS, "embedding_size": 8}),
     "electra": ("Electra", {**SIZES, "embedding_size": 16}),
     "deberta-v2": ("DebertaV2", SIZES),
+    "mpnet": ("MPNet", SIZES),
 }
 ISSUE = ("bert", "distilbert", "xlm-roberta", "modernbert")
 
