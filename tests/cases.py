@@ -28,7 +28,6 @@ import numpy as np
 import torch
 
 from tests import oracles
-from tests.representation import head_oracle
 
 B, D, V, S, N, C, L = 4, 5, 11, 6, 3, 5, 4
 Arrays = dict[str, np.ndarray]
@@ -255,8 +254,8 @@ def _headed(
     threshold: float | None = None,
     **arrays: Any,
 ) -> float:
-    logits = head_oracle.logits(mask=attention_mask, **arrays)
-    outputs = [head_oracle.activations(logits, activation=activation, threshold=threshold)]
+    logits = oracles.head_logits(mask=attention_mask, **arrays)
+    outputs = [oracles.head_activations(logits, activation=activation, threshold=threshold)]
     return weigh(*outputs, *([logits] if return_logits else [])).item()
 
 

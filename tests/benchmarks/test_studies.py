@@ -126,8 +126,7 @@ def tiny(tmp_path, monkeypatch):
     """The folders of a tiny masked language model and of its body, and what fits their size."""
     model, words = tiny_models.pair("bert", max_position_embeddings=200)
     for name, own in (("masked", model), ("dense", model.base_model)):
-        for part in (own, words):
-            part.save_pretrained(tmp_path / name)
+        tiny_models.saved(tmp_path / name, own, words)
     monkeypatch.setattr(collection, "LENGTHS", (32, 200))  # its tokens are letters
     monkeypatch.setattr(from_dense, "LENGTH", 40)
     monkeypatch.setattr(from_dense, "STARTS", (8, 20))

@@ -15,7 +15,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from sparse_losses import SpladeEncoder, StaticQueryEncoder
-from tests.representation.tiny_models import causal_lm, masked_lm, tokenizer, word_level
+from tests.representation.tiny_models import causal_lm, masked_lm, saved, tokenizer, word_level
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -51,9 +51,7 @@ def tiny(words, tmp_path):
     model = BertForMaskedLM(configuration(words))
     with torch.no_grad():
         model.get_output_embeddings().bias -= 0.1
-    model.save_pretrained(tmp_path / "tiny")
-    words.save_pretrained(tmp_path / "tiny")
-    return str(tmp_path / "tiny")
+    return saved(tmp_path / "tiny", model, words)
 
 
 @pytest.fixture(params=["tiny", "SPLADE_TINY"])
@@ -84,9 +82,7 @@ def test_fine_tune(script, splade, tmp_path):
 def test_from_dense(script, request, model, words, tmp_path):
     folder = tmp_path / "trained"
     if model == "dense":
-        path = str(tmp_path / model)
-        BertModel(configuration(words)).save_pretrained(path)
-        words.save_pretrained(path)
+        path = saved(tmp_path / model, BertModel(configuration(words)), words)
     else:
         path = given(request, model)
     found = script("from_dense").main(path, steps=2, folder=str(folder))
@@ -97,9 +93,8 @@ def test_from_dense(script, request, model, words, tmp_path):
 @pytest.mark.parametrize("model", ["tiny", "decoder", "SPLADE_TINY"])
 def test_lora(script, request, model, words, tmp_path):
     if model == "decoder":
-        path = str(tmp_path / model)
-        causal_lm("qwen3", len(words), max_position_embeddings=128).save_pretrained(path)
-        words.save_pretrained(path)
+        decoder = causal_lm("qwen3", len(words), max_position_embeddings=128)
+        path = saved(tmp_path / model, decoder, words)
     else:
         path = given(request, model)
     loaded = script("lora").main(path, steps=2, folder=str(tmp_path / "adapters"))
@@ -151,12 +146,9 @@ def test_ndcg_by_hand(script):
 
 
 def test_korean(script, tmp_path):
-    path = str(tmp_path / "multilingual")
-    masked_lm("xlm-roberta", 400, max_position_embeddings=140).save_pretrained(path)
-    tokenizer("unigram").save_pretrained(path)
-    korean = script("korean")
-    folder = str(tmp_path / "trained")
-    before, after = korean.main(path, steps=2, folder=folder)
+    model = masked_lm("xlm-roberta", 400, max_position_embeddings=140)
+    path, folder = saved(tmp_path / "model", model, tokenizer()), str(tmp_path / "trained")
+    before, after = script("korean").main(path, steps=2, folder=folder)
     assert 0 <= after <= 1
     assert 0 < before <= 1
     assert SpladeEncoder.from_pretrained(folder).budgets

@@ -13,6 +13,7 @@ from tests.representation.tiny_models import (
     masked_lm,
     pair,
     reloaded,
+    saved,
     tokenizer,
 )
 
@@ -22,9 +23,7 @@ LONG = [text for text in TEXTS if text] * 3
 def dense_folder(architecture, path):
     """The body of a model and its tokenizer, as a dense encoder is saved."""
     model, words = pair(architecture)
-    for part in (model.base_model, words):
-        part.save_pretrained(path)
-    return path
+    return saved(path, model.base_model, words)
 
 
 def products(folder, batch):
@@ -114,8 +113,7 @@ def test_trained_heads_and_other_architectures_are_refused(tmp_path):
         "qwen3": causal_lm("qwen3", len(words)).base_model,
     }
     for name, model in models.items():
-        for part in (model, words):
-            part.save_pretrained(tmp_path / name)
+        saved(tmp_path / name, model, words)
     for name, error, message in [
         ("bert", ValueError, "no trained head, got cls.*SpladeEncoder.from_pretrained loads it"),
         ("albert", TypeError, r"a head of one Linear \[8, 8\], as wide as the word embeddings"),

@@ -131,6 +131,13 @@ def pair(architecture: str, **settings):
     return masked_lm(architecture, len(words), **settings), words
 
 
+def saved(folder, *parts) -> str:
+    """Save models and tokenizers in one folder, as others do; return its name."""
+    for part in parts:
+        part.save_pretrained(folder)
+    return str(folder)
+
+
 CAUSAL = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),

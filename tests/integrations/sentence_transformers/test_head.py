@@ -18,7 +18,7 @@ from sparse_losses.integrations.sentence_transformers import use_splade_head
 from sparse_losses.objective import terms
 from tests.distributed.ranks import as_torchrun_would
 from tests.integrations.sentence_transformers import runs
-from tests.representation.tiny_models import ISSUE, masked_lm, tokenizer
+from tests.representation.tiny_models import ISSUE, masked_lm, saved, tokenizer
 
 TEXTS = runs.COLUMNS["positive"] + runs.COLUMNS["negative"]  # one is empty
 
@@ -55,9 +55,7 @@ def of(architecture, path, change=lambda model: None):
     """An encoder of a tiny language model."""
     model = masked_lm(architecture, runs.VOCABULARY)
     change(model)
-    model.save_pretrained(path)
-    tokenizer("wordpiece").save_pretrained(path)
-    return runs.sparse_encoder(str(path))
+    return runs.sparse_encoder(saved(path, model, tokenizer("wordpiece")))
 
 
 @pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
