@@ -19,7 +19,7 @@ WORDS = TEXT.split()
 
 def tokenizer():
     """A fixed vocabulary: one that is trained on the spot differs by process."""
-    return word_level(WORDS)
+    return word_level(WORDS, "pad unk cls sep")
 
 
 def encoder(dropout=0.0, **options):

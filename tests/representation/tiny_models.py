@@ -90,11 +90,9 @@ def tokenizer(kind: str = "unigram") -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokens, **names)
 
 
-def word_level(words: list[str], **options) -> PreTrainedTokenizerFast:
+def word_level(words, special="pad unk cls sep mask", **options) -> PreTrainedTokenizerFast:
     """A tokenizer of whole words, with BERT's special tokens before them."""
-    special = {
-        f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")
-    }
+    special = {f"{name}_token": f"[{name.upper()}]" for name in special.split()}
     vocabulary = {token: i for i, token in enumerate([*special.values(), *words])}
     tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokens.pre_tokenizer = pre_tokenizers.Whitespace()
