@@ -532,7 +532,7 @@ def test_another_dtype_device_or_type_is_refused(case):
             if tensor.is_floating_point() and name not in case.loss.constructor:  # cast along
                 wrong.append(tensor.long())
         else:
-            wrong.append(tensor.double())
+            wrong += [tensor.double(), tensor.bool(), tensor.to(torch.complex64)]
         for replacement in wrong:
             _refuses(case, {**case.tensors(), name: replacement}, name)
 

@@ -44,6 +44,7 @@ WRONG = [
     (lambda: idf_penalty(IDF, special_token_ids=[1, V]), "special_token_ids`.*V = 5, got 5"),
     (lambda: idf_penalty(IDF, stopword_ids="ab"), "stopword_ids`"),
     (lambda: idf_penalty(IDF, stopword_ids=torch.ones(2)), "stopword_ids` to be integers"),
+    (lambda: idf_penalty(IDF, stopword_ids=IDF > 1), "stopword_ids` to be integers"),  # a mask
     (lambda: language_penalty(V, torch.tensor([-1])), "allowed_ids`.*got -1"),
     (lambda: language_penalty(0, []), "vocab_size"),
     (lambda: language_penalty(3, [], penalty=-1.0), "penalty"),
