@@ -4,7 +4,7 @@ The contract tests (tests/losses/test_contract.py) and the tests on several rank
 add a loss:
 
 1. Write its oracle in tests/oracles.py, in NumPy loops, named like the loss. It takes the arrays
-   and hyperparameters; where the loss has a ``reduction``, it returns values and validity of rows.
+   and hyperparameters; where the loss has a ``reduction``, it yields a value a row, or ``None``.
 2. Add a ``Loss`` to ``LOSSES``: its names, and of each tensor, in order, the shape and roles, as in
    ``"B N D or N D, grad, private"``. B is the batch; " or " parts shapes that differ in the
    number of dimensions. Roles are ``grad`` (differentiable), ``mask``, ``buffer`` (the module keeps
@@ -28,7 +28,6 @@ import numpy as np
 import torch
 
 from tests import oracles
-from tests.representation import head_oracle
 
 B, D, V, S, N, C, L = 4, 5, 11, 6, 3, 5, 4
 Arrays = dict[str, np.ndarray]
@@ -74,6 +73,11 @@ class Loss:
     @property
     def reduces(self) -> bool:
         return "reduction" in self.hyperparameters
+
+    @property
+    def reductions(self) -> tuple[str | None, ...]:
+        """Those that it takes; ``None`` where it has no such argument."""
+        return ("none", "mean", "sum") if self.reduces else (None,)
 
     @property
     def numbers(self) -> list[str]:
@@ -250,8 +254,8 @@ def _headed(
     threshold: float | None = None,
     **arrays: Any,
 ) -> float:
-    logits = head_oracle.logits(mask=attention_mask, **arrays)
-    outputs = [head_oracle.activations(logits, activation=activation, threshold=threshold)]
+    logits = oracles.head_logits(mask=attention_mask, **arrays)
+    outputs = [oracles.head_activations(logits, activation=activation, threshold=threshold)]
     return weigh(*outputs, *([logits] if return_logits else [])).item()
 
 
@@ -439,7 +443,7 @@ class Case:
     def expected(self, arrays: Arrays, reduction: str = "mean") -> Any:
         """Return the oracle's value."""
         value = self.loss.oracle(**arrays, **self.kwargs)
-        return oracles.reduce_rows(*value, reduction) if self.loss.reduces else value
+        return oracles.reduce_rows(value, reduction) if self.loss.reduces else value
 
     def function(self) -> Callable[..., torch.Tensor]:
         """Return the functional loss with this case's hyperparameters."""
@@ -864,10 +868,10 @@ def assert_follows_the_formula(stem: str, arrays: Arrays, **options: Any) -> Non
     case, tensors = Case(stem, "", dict, options), to_tensors(arrays)
     loss, function = case.loss, case.function()
     expected = loss.oracle(**arrays, **options)
+    expected = list(expected) if loss.reduces else expected
     impls = ({"impl": "definition"}, {"impl": "auto"}) if loss.implementations else ({},)
-    reductions = ("none", "mean", "sum") if loss.reduces else (None,)
-    for reduction, impl in itertools.product(reductions, impls):
-        reduced = expected if reduction is None else oracles.reduce_rows(*expected, reduction)
+    for reduction, impl in itertools.product(loss.reductions, impls):
+        reduced = expected if reduction is None else oracles.reduce_rows(expected, reduction)
         impl = impl if reduction is None else {**impl, "reduction": reduction}
         value = function(**tensors, **impl)
         assert value.shape == np.shape(reduced)

@@ -1,35 +1,27 @@
 """What the formulas say, term by term, in float64 NumPy and Python loops.
 
 Nothing here is imported from the package, nothing is vectorised for speed and nothing is shared
-with the implementation. A loss with a ``reduction`` has an oracle that returns ``(rows, valid)``:
-one value a row and whether the row counts; :func:`reduce_rows` reduces them. A loss that is a
+with the implementation. A loss with a ``reduction`` has an oracle that yields one value a row, and
+``None`` for a row that is not valid; :func:`reduce_rows` reduces them. A loss that is a
 statistic of the whole batch returns one float. An optional input that is absent is ``None``.
 """
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
-Rows = tuple[np.ndarray, np.ndarray]
+Values = Iterable[float | None]
 
 
-def reduce_rows(rows: np.ndarray, valid: np.ndarray, reduction: str) -> np.ndarray | float:
+def reduce_rows(values: Values, reduction: str) -> np.ndarray | float:
     """Reduce row values: a row that is not valid is 0 and does not count in the mean."""
-    kept = np.where(valid, rows, 0.0)
+    values = list(values)
+    kept = [0.0 if value is None else value for value in values]
     if reduction == "none":
-        return kept
-    total = math.fsum(kept)
-    if reduction == "sum":
-        return total
-    return total / int(valid.sum()) if valid.any() else 0.0
-
-
-def _rows(values: list[float | None]) -> Rows:
-    """Build ``(rows, valid)`` from a list in which ``None`` marks a row that is not valid."""
-    return (
-        np.array([0.0 if v is None else v for v in values], dtype=np.float64),
-        np.array([v is not None for v in values], dtype=bool),
-    )
+        return np.array(kept)
+    count = sum(value is not None for value in values)
+    return math.fsum(kept) if reduction == "sum" else math.fsum(kept) / max(count, 1)
 
 
 def softplus(x: float) -> float:
@@ -101,7 +93,7 @@ def info_nce(
     false_negative_margin=None,
     false_negative_ratio=None,
     decoupled=False,
-) -> Rows:
+) -> Values:
     """Minus log of the positive's share among the candidates."""
     batch, t = len(anchor), temperature
 
@@ -143,39 +135,32 @@ def info_nce(
 
     forward = [row(i, anchor, positive, lambda i, j: (i, j)) for i in range(batch)]
     if not symmetric:
-        return _rows(forward)
+        yield from forward
+        return
     backward = [row(i, positive, anchor, lambda i, j: (j, i)) for i in range(batch)]
-    both = zip(forward, backward, strict=True)
-    return _rows([None if None in pair else sum(pair) / 2 for pair in both])
+    for pair in zip(forward, backward, strict=True):
+        yield None if None in pair else sum(pair) / 2
 
 
 def info_nce_from_scores(
     scores, positive_mask, *, candidate_mask=None, temperature=1.0, decoupled=False
-) -> Rows:
+) -> Values:
     """The mean over a row's positives of minus log of their share."""
-    values: list[float | None] = []
     for i, row in enumerate(scores):
         row = [score / temperature for score in row]
         kept = [j for j in range(len(row)) if candidate_mask is None or candidate_mask[i][j]]
         positives = [row[j] for j in kept if positive_mask[i][j]]
         negatives = [row[j] for j in kept if not positive_mask[i][j]]
         if not positives or (decoupled and not negatives):
-            values.append(None)
+            yield None
             continue
         total = log_sum_exp(negatives if decoupled else positives + negatives)
         terms = [total - score for score in positives]
-        values.append(math.fsum(terms) / len(terms))
-    return _rows(values)
+        yield math.fsum(terms) / len(terms)
 
 
-def mutual_information_lower_bound(loss: float, num_candidates: int) -> float:
-    """``log(n) - loss``, never more than ``log(n)``."""
-    return min(math.log(num_candidates) - loss, math.log(num_candidates))
-
-
-def n_pair(anchor, positive, negative=None) -> Rows:
+def n_pair(anchor, positive, negative=None) -> Values:
     """``log(1 + sum_k exp(a.n_k - a.p))``."""
-    values: list[float | None] = []
     for i in range(len(anchor)):
         if negative is None:
             others = [positive[j] for j in range(len(anchor)) if j != i]
@@ -183,32 +168,27 @@ def n_pair(anchor, positive, negative=None) -> Rows:
             others = list(negative if np.ndim(negative) == 2 else negative[i])
         own = sim(anchor[i], positive[i], "dot")
         gaps = [sim(anchor[i], n, "dot") - own for n in others]
-        values.append(softplus(log_sum_exp(gaps)) if gaps else 0.0)
-    return _rows(values)
+        yield softplus(log_sum_exp(gaps)) if gaps else 0.0
 
 
-def pairwise_contrastive(x1, x2, same, *, margin=1.0) -> Rows:
+def pairwise_contrastive(x1, x2, same, *, margin=1.0) -> Values:
     """``d^2`` for a pair that belongs together, ``max(0, margin - d)^2`` otherwise."""
-    values: list[float | None] = []
     for a, b, together in zip(x1, x2, same, strict=True):
         d = math.sqrt(-sim(a, b, "euclidean"))
-        values.append(d**2 if together else max(0.0, margin - d) ** 2)
-    return _rows(values)
+        yield d**2 if together else max(0.0, margin - d) ** 2
 
 
 def triplet_margin(
     anchor, positive, negative, *, candidate_mask=None, margin=0.3, similarity="cosine"
-) -> Rows:
+) -> Values:
     """The hinge on the similarity gap, averaged over the row's negatives that are there."""
-    values: list[float | None] = []
     for i in range(len(anchor)):
         own = sim(anchor[i], positive[i], similarity)
         others = negative[i : i + 1] if np.ndim(negative) == 2 else negative[i]
         if candidate_mask is not None:
             others = [n for n, is_there in zip(others, candidate_mask[i], strict=True) if is_there]
         hinges = [max(0.0, margin - own + sim(anchor[i], n, similarity)) for n in others]
-        values.append(math.fsum(hinges) / len(hinges) if hinges else None)
-    return _rows(values)
+        yield math.fsum(hinges) / len(hinges) if hinges else None
 
 
 def nws(
@@ -228,7 +208,7 @@ def nws(
     aggregation="mean",
     decoupled=True,
     eps=1e-8,
-) -> Rows:
+) -> Values:
     """One query, one reference and one label at a time."""
     num_labels = len(prototype)
     labelled = []  # keys and queue rows: (vector, labels)
@@ -240,11 +220,10 @@ def nws(
         kept = np.asarray(queue_mask) != 0
         labelled += [(v, y) for v, y, keep in zip(queue, queue_labels, kept, strict=True) if keep]
 
-    values: list[float | None] = []
     for z, y in zip(query, query_labels, strict=True):
         own = [c for c in range(num_labels) if y[c]]
         if not own:
-            values.append(None)
+            yield None
             continue
 
         # D_ic and the weights of the references
@@ -289,7 +268,7 @@ def nws(
         if eps > 0:
             denominator.append(max(score for score, *_ in references) + math.log(eps))
         if not denominator:
-            values.append(None)
+            yield None
             continue
         log_denominator = log_sum_exp(denominator)
         total = math.fsum(
@@ -297,8 +276,7 @@ def nws(
             for score, is_positive, weight, _ in references
             if is_positive
         )
-        values.append(total / (len(own) + eps))
-    return _rows(values)
+        yield total / (len(own) + eps)
 
 
 # What the vector looks like -----------------------------------------------------------------------
@@ -345,24 +323,21 @@ def idf_flops(activations, token_penalty, *, beta=0.3, estimator="biased", thres
     return math.fsum(total)
 
 
-def min_activation(activations, token_counts=None, *, top_k=5, threshold=0.5) -> Rows:
+def min_activation(activations, token_counts=None, *, top_k=5, threshold=0.5) -> Values:
     """How far the mean of the largest values stays below the threshold."""
-    values: list[float | None] = []
     for i, row in enumerate(activations):
         k = top_k if token_counts is None else min(top_k, int(token_counts[i]))
         if k == 0:
-            values.append(None)
+            yield None
             continue
         largest = sorted((float(v) for v in row), reverse=True)[:k]
-        values.append(max(0.0, threshold - math.fsum(largest) / k))
-    return _rows(values)
+        yield max(0.0, threshold - math.fsum(largest) / k)
 
 
-def language_penalty(activations, token_penalty) -> Rows:
+def language_penalty(activations, token_penalty) -> Values:
     """``sum_j p_j x_ij``."""
-    return _rows(
-        [math.fsum(p * v for p, v in zip(token_penalty, r, strict=True)) for r in activations]
-    )
+    for row in activations:
+        yield math.fsum(p * v for p, v in zip(token_penalty, row, strict=True))
 
 
 # Which tokens it names ----------------------------------------------------------------------------
@@ -374,9 +349,8 @@ def _attended(ids, mask, ignored) -> set[int]:
 
 def self_reconstruction(
     activations, input_ids, attention_mask, *, ignore_token_ids=None, balanced=False
-) -> Rows:
+) -> Values:
     """Binary cross-entropy against the multi-hot vector of the input's tokens."""
-    values: list[float | None] = []
     ignored = {int(t) for t in ([] if ignore_token_ids is None else ignore_token_ids)}
     for row, ids, mask in zip(activations, input_ids, attention_mask, strict=True):
         targets = _attended(ids, mask, ignored)
@@ -391,10 +365,9 @@ def self_reconstruction(
         if balanced:
             one = math.fsum(inside) / len(inside) if inside else 0.0
             two = math.fsum(outside) / len(outside) if outside else 0.0
-            values.append(one / 2 + two / 2)
+            yield one / 2 + two / 2
         else:
-            values.append(math.fsum(inside + outside) / (len(inside) + len(outside)))
-    return _rows(values)
+            yield math.fsum(inside + outside) / (len(inside) + len(outside))
 
 
 def positive_activation(
@@ -405,9 +378,8 @@ def positive_activation(
     *,
     saturating=False,
     ignore_token_ids=None,
-) -> Rows:
+) -> Values:
     """Minus the (weighted) mean activation of the positive's tokens."""
-    values: list[float | None] = []
     ignored = [] if ignore_token_ids is None else ignore_token_ids
     rows = zip(activations, positive_input_ids, positive_attention_mask, strict=True)
     for row, ids, mask in rows:
@@ -415,11 +387,10 @@ def positive_activation(
         weights = [1.0 if token_weight is None else float(token_weight[t]) for t in tokens]
         total = math.fsum(weights)
         if not tokens or total == 0.0:
-            values.append(None)
+            yield None
             continue
         terms = [softplus(-float(row[t])) if saturating else -float(row[t]) for t in tokens]
-        values.append(math.fsum(w * v for w, v in zip(weights, terms, strict=True)) / total)
-    return _rows(values)
+        yield math.fsum(w * v for w, v in zip(weights, terms, strict=True)) / total
 
 
 # What the teacher says ----------------------------------------------------------------------------
@@ -484,9 +455,8 @@ def distillation(
 
 def margin_mse(
     student_positive, student_negative, teacher_positive, teacher_negative, *, candidate_mask=None
-) -> Rows:
+) -> Values:
     """The mean of ``((s+ - s-) - (t+ - t-))^2`` over the negatives of a row that are there."""
-    rows: list[float | None] = []
     for i, (sp, tp) in enumerate(zip(student_positive, teacher_positive, strict=True)):
         scores = (np.atleast_1d(x[i]) for x in (student_negative, teacher_negative))
         squares = []
@@ -494,23 +464,19 @@ def margin_mse(
             is_there = candidate_mask is None or np.atleast_1d(candidate_mask[i])[n]
             if is_there and tp != -np.inf and tn != -np.inf:
                 squares.append(float(((sp - sn) - (tp - tn)) ** 2))
-        rows.append(math.fsum(squares) / len(squares) if squares else None)
-    return _rows(rows)
+        yield math.fsum(squares) / len(squares) if squares else None
 
 
-def masked_logit_mse(student_logits, teacher_logits, *, threshold=0.0) -> Rows:
+def masked_logit_mse(student_logits, teacher_logits, *, threshold=0.0) -> Values:
     """The mean of ``(z - t)^2`` over the dimensions where either is above the threshold."""
-    rows: list[float | None] = []
     for student, teacher in zip(student_logits, teacher_logits, strict=True):
         pairs = zip(student, teacher, strict=True)
         squares = [float((z - t) ** 2) for z, t in pairs if z > threshold or t > threshold]
-        rows.append(math.fsum(squares) / len(squares) if squares else None)
-    return _rows(rows)
+        yield math.fsum(squares) / len(squares) if squares else None
 
 
-def ranknet(student_scores, teacher_scores, *, candidate_mask=None, temperature=1.0) -> Rows:
+def ranknet(student_scores, teacher_scores, *, candidate_mask=None, temperature=1.0) -> Values:
     """The mean over ordered pairs of ``log(1 + exp(-(s_a - s_b) / T))``."""
-    rows: list[float | None] = []
     for i, (s, t) in enumerate(zip(student_scores, teacher_scores, strict=True)):
         kept = [
             c
@@ -518,8 +484,7 @@ def ranknet(student_scores, teacher_scores, *, candidate_mask=None, temperature=
             if t[c] != -np.inf and (candidate_mask is None or candidate_mask[i][c])
         ]
         costs = [softplus(-(s[a] - s[b]) / temperature) for a in kept for b in kept if t[a] > t[b]]
-        rows.append(math.fsum(costs) / len(costs) if costs else None)
-    return _rows(rows)
+        yield math.fsum(costs) / len(costs) if costs else None
 
 
 # From logits to sparse vectors --------------------------------------------------------------------
@@ -574,3 +539,34 @@ def token_weights(logits, attention_mask) -> np.ndarray:
             if attention_mask[i][s]:
                 weights[i, s] = max(math.log1p(max(float(v), 0.0)) for v in logits[i][s])
     return weights
+
+
+def dot(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the exact dot product, rounded once."""
+    products = np.asarray(a, np.float64) * np.asarray(b, np.float64)
+    return math.fsum(products) if np.isfinite(products).all() else float(sum(products))
+
+
+def head_logits(hidden, weight, bias=None, mask=None, gate=None, softcap=None) -> np.ndarray:
+    """Return ``g_ij cap(max_s h_is . w_j + b_j)``, 0 for a text without a position."""
+    pooled = np.zeros((len(hidden), len(weight)))
+    for i, j in np.ndindex(*pooled.shape):
+        positions = [s for s in range(len(hidden[i])) if mask is None or mask[i][s]]
+        if positions:
+            top = max(dot(hidden[i][s], weight[j]) for s in positions)
+            value = capped(top + (0.0 if bias is None else float(bias[j])), softcap)
+            pooled[i, j] = value * (1.0 if gate is None else float(gate[i][j]))
+    return pooled
+
+
+def head_activations(pooled: np.ndarray, **options) -> np.ndarray:
+    """Return the weight of every logit."""
+    out = np.zeros_like(pooled)
+    for index in np.ndindex(*pooled.shape):
+        out[index] = token_weight(pooled[index], **options)
+    return out
+
+
+def grid(rng: np.random.Generator, shape, bits: int = 9, scale: float = 2.0**-6) -> np.ndarray:
+    """Draw multiples of ``scale`` of that many bits and a sign, whose dot products fp32 holds."""
+    return rng.integers(-(2**bits) + 1, 2**bits, size=shape) * scale

@@ -18,7 +18,8 @@ from sparse_losses._core import products
 from sparse_losses.fast import head, head_tiles
 from sparse_losses.functional import info_nce_loss, splade_head
 from tests.cases import CASES, to_arrays, to_tensors
-from tests.representation.test_head import EXACT, example, gradients, watch, weigh, with_gate
+from tests.instruments import gradients, weigh
+from tests.representation.test_head import EXACT, example, watch, with_gate
 
 EPS = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 CPU = torch.device("cpu")
@@ -47,7 +48,8 @@ def halves_multiplied(can: bool = True):
     patched = {name: returning_fp32(getattr(torch, name)) for name in ("mm", "bmm")}
     with mock.patch.multiple(torch, **patched):
         products.returns_fp32.cache_clear()
-        assert [products.returns_fp32(CPU, dtype) for dtype in EPS] == [can] * 2
+        assert [products.returns_fp32(CPU, dtype) for dtype in (*EPS, *EPS)] == [can] * 4
+        assert halves == (dict.fromkeys(EPS, 1) if can else {}), "a device is asked once a dtype"
         halves.clear()
         with Launches("cpu") as counted:
             yield Multiplied(halves, counted)

@@ -24,12 +24,12 @@ from benchmarks.run.launches import Launches, training_launches
 from benchmarks.schema import Maker
 from sparse_losses._core.host_copy import HostCopy
 from sparse_losses.fast import head, head_tiles
-from sparse_losses.objective import terms
+from tests.objective import making
 
 LAYERS = ("splade_head", "end_to_end", "objective")  # they have bounds of their own
 NO_MORE_THAN_PLAIN = ("info_nce", "nws", "flops", "idf_flops")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-B, S, V, H = 4, 12, 60, 8
+B, S, V, H = 4, 12, making.V, 8
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -197,18 +197,10 @@ class Step:
     """A training step with every term, NWS with a queue, and diagnostics."""
 
     def __init__(self) -> None:
-        on_scores = ("info_nce", "triplet_margin", "distillation", "context_distillation")
-        built = {name: getattr(terms, name)() for name in (*on_scores, "margin_mse", "ranknet")}
-        penalty = sl.LanguagePenaltyLoss(torch.ones(V))
-        for side in ("query", "document"):
-            built[f"{side}_flops"] = terms.flops(side, stopword_ids=[2])
-            built[f"{side}_language_penalty"] = terms.language_penalty(side, penalty)
-            for name in ("min_activation", "self_reconstruction", "positive_activation"):
-                built[f"{side}_{name}"] = getattr(terms, name)(side)
+        every = dict.fromkeys(making.CALLS, 1.0)
+        self.objective = making.objective(every, stopword_ids=[2]).to("meta")
         filtered = sl.InfoNCELoss(false_negative_margin=0.1, false_negative_ratio=0.9)
-        built["filtered"] = terms.info_nce(filtered, stopword_ids=[2])
-        weighted = {name: (1.0, term) for name, term in built.items()}
-        self.objective = sl.SpladeObjective(weighted).to("meta")
+        self.filtered = making.objective({"info_nce": 1.0}, {"info_nce": filtered})
         self.diagnostics = sl.Diagnostics(V, stopword_ids=[2])
         self.nws = sl.NWSLoss(torch.eye(5)).to("meta")
         self.queue = sl.LabelQueue(8, V, 5).to("meta")
@@ -234,7 +226,7 @@ class Step:
         nws = self.nws(query.activations, labels, prototype, queue_mask=self.queue.mask, **queued)
         self.queue.enqueue(query.activations, labels)
         self.diagnostics.update(positive, other_side=query, training=True)
-        return self.objective(batch).total + nws
+        return self.objective(batch).total + self.filtered(batch).total + nws
 
 
 def test_training_step_reads_no_value():

@@ -1,8 +1,13 @@
+"""What is reported beside the losses: recall, overlap of contexts, a bound on information."""
+
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_losses.functional import mutual_information_lower_bound
 from sparse_losses.metrics import context_overlap, recall_at_k
 
 
@@ -42,3 +47,19 @@ def test_recall_of_one_positive_a_query():
     assert recalls == pytest.approx([1 / 3, 2 / 3, 1.0])
     with pytest.raises(ValueError, match="at most C = 3, got 4"):
         recall_at_k(scores, positive, 4)
+
+
+@given(st.floats(-100.0, 50.0), st.integers(1, 10**6))
+def test_the_bound_is_the_logarithm_of_the_candidates_minus_the_loss(loss, candidates):
+    bound = mutual_information_lower_bound(torch.tensor(loss, dtype=torch.float64), candidates)
+    most = math.log(candidates)
+    assert float(bound) == pytest.approx(min(most - loss, most), rel=1e-12, abs=1e-12)
+    assert float(bound) <= most
+
+
+def test_a_number_counts_as_double_precision_and_a_half_is_computed_in_single():
+    assert mutual_information_lower_bound(0.5, 8).dtype == torch.float64
+    assert mutual_information_lower_bound(torch.tensor(0.5).half(), 8).dtype == torch.float32
+    for arguments, name in ((([0.5], 8), "`loss`"), ((0.5, 0), "num_candidates")):
+        with pytest.raises((TypeError, ValueError), match=name):
+            mutual_information_lower_bound(*arguments)

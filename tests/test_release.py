@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from packaging.requirements import Requirement
 
-import sparse_losses
 from tools import check_wheel, release
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,17 +51,12 @@ def test_the_release_checklist_finds_what_is_missing():
         assert variable in found
     for name, old, new in [
         ("README.md", "pip", "There is no release on PyPI. pip"),
-        ("README.md", "pip", "git clone <repository>; pip"),
         ("docs/cite.md", "1.2.0", "1.1.0"),
-        ("CITATION.cff", "date-released: 2026-12-01\n", ""),
         ("CITATION.cff", "repository-code: https://x/y\n", ""),
         ("CHANGELOG.md", "2026-12-01", "2026-12-02"),
-        ("tools/recipe.yaml", "homepage", "home"),
     ]:
-        assert old in READY[name]
         texts = READY | {name: READY[name].replace(old, new)}
-        found = list(release.problems("v1.2.0", texts, built()))
-        assert len(found) == 1, (name, new, found)
+        assert len(list(release.problems("v1.2.0", texts, built()))) == 1, name
 
 
 @pytest.mark.skipif(os.environ.get("GITHUB_REF_TYPE") != "tag", reason="no tagged build")
@@ -73,25 +66,12 @@ def test_a_tagged_build_is_ready_to_be_released():
     assert list(release.problems(tag, release.sources(), release.metadata(wheel))) == []
 
 
-def test_the_recipe_asks_for_what_the_package_asks_for():
-    recipe = yaml.safe_load((ROOT / "tools/recipe.yaml").read_text(encoding="utf-8"))
-    names = {"torch": "pytorch"}
-    needed = set()
-    for requirement in map(Requirement, PROJECT["dependencies"]):
-        needed.add(f"{names.get(requirement.name, requirement.name)} {requirement.specifier}")
-    assert {*recipe["requirements"]["run"]} == {*needed, "python >=${{ python_min }}"}
-    assert recipe["context"]["version"] == sparse_losses.__version__
-    for key in ("summary", "license", "license_file"):
-        ours = {"summary": "description", "license_file": "license-files"}.get(key, key)
-        assert recipe["about"][key] == PROJECT[ours]
-
-
 def test_release_notes_are_the_section_of_the_changelog():
     text = "# Changelog\n\n## Unreleased\n\n## 1.10.0 - today\n\nTen.\n\n- a\n\n## 1.1\n\nOne.\n"
     assert release.notes(text, "1.10.0") == "Ten.\n\n- a\n"
     assert release.notes(text, "1.1") == "One.\n"
     for version in ("1.1.0", "Unreleased", "1x10.0"):
-        with pytest.raises(SystemExit, match=r"expected a section `## .*` in CHANGELOG.md"):
+        with pytest.raises(SystemExit, match=f"## {version}"):
             release.notes(text, version)
 
 
@@ -125,14 +105,9 @@ def test_actions_are_pinned_and_every_job_ends():
 
 
 def test_check_wheel_finds_extra_and_missing_files():
-    data = [f"sparse_losses/{name}" for name in check_wheel.DATA]
-    metadata = [f"sparse_losses-1.dist-info/{name}" for name in ("METADATA", "sboms/a.cdx.json")]
-    right = [*data, "sparse_losses/a.py", *metadata]
+    data = [f"sparse_losses/{name}" for name in sorted(check_wheel.DATA)]
+    right = [*data, "sparse_losses/a.py", "sparse_losses-1.dist-info/sboms/a.cdx.json"]
     assert check_wheel.wrong_in_wheel(right) == []
-    assert check_wheel.wrong_in_wheel(right[:-1]) == ["the bill of materials is missing"]
-    for name in ("tests/a.py", "examples/demo/__main__.py", "sparse_losses/a.svg"):
-        assert check_wheel.wrong_in_wheel([*right, name]) == [f"{name} is in the wheel"]
-    assert check_wheel.wrong_in_wheel(right[1:]) == [f"{data[0].rpartition('/')[2]} is missing"]
-    tracked = ["a.py", "tests/b.py", ".ci/run"]
-    assert check_wheel.missing_in_sdist(["x-1/a.py", "x-1/tests/b.py"], tracked) == []
-    assert check_wheel.missing_in_sdist(["x-1/a.py"], tracked) == ["tests/b.py"]
+    for names in (right[:-1], right[1:], [*right, "tests/a.py"], [*right, "sparse_losses/a.svg"]):
+        assert len(check_wheel.wrong_in_wheel(names)) == 1
+    assert check_wheel.missing_in_sdist(["x-1/a.py"], ["a.py", "t/b.py", ".ci/run"]) == ["t/b.py"]

@@ -50,15 +50,6 @@ def test_auto_takes_the_first_that_is_supported_and_preferred():
     assert x.grad.tolist() == [0, 6, 12]
 
 
-def test_a_named_implementation_that_does_not_support_the_call_is_refused():
-    unsupported, calls = implementation("unsupported", reason="a miracle")
-    expected = 'expected a miracle with impl="unsupported"; impl="auto" selects'
-    with pytest.raises(ValueError, match=expected):
-        call((unsupported,), "unsupported")
-    assert call((unsupported,), "auto") == call((unsupported,), "definition") == 15
-    assert calls == []
-
-
 def test_transforms_second_derivatives_and_the_compiler_take_the_definition():
     taken, calls = implementation("taken")
     x = torch.arange(3.0)

@@ -63,24 +63,6 @@ def test_data_decides_the_dtype_and_constants_and_learned_numbers_are_cast_along
     assert {seen[name].dtype for name in ("x", "other", "weight", "scale")} == {torch.float64}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (
-            {"other": torch.ones(2, 4)},
-            ValueError,
-            r"expected `other` of shape \[N, S\] = \[N, 3\] \(S = 3 from `x`\), got \[2, 4\]",
-        ),
-        ({"bias": float("nan")}, ValueError, "expected `bias` to be a finite number, got nan"),
-        ({"bias": torch.ones(1)}, ValueError, r"expected `bias` to be a number or a 0-d tensor"),
-        ({"k": 0}, ValueError, "expected `k` to be an integer >= 1, got 0"),
-    ],
-)
-def test_errors_name_the_argument_and_what_was_expected(arguments, error, message):
-    with pytest.raises(error, match=message):
-        example_loss(**{"x": x(), **arguments})
-
-
 SHARED, OF_EACH_ROW = {"other": torch.ones(2, 3)}, {"other": torch.ones(2, 2, 3)}
 
 

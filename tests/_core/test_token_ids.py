@@ -17,17 +17,6 @@ def attended(*ids, mask=None, **options):
     return attended_ids("ids", ids, torch.ones_like(ids) if mask is None else mask, V, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.complex64], ids=str)
-def test_ids_of_another_kind_are_refused(dtype):
-    ids = torch.ones(2, dtype=dtype)
-    for call in (
-        lambda: attended_ids("ids", ids, torch.ones(2), V),
-        lambda: id_mask("ids", ids, V, ids.device),
-    ):
-        with pytest.raises(TypeError, match=f"expected `ids` to be integers, got {dtype}"):
-            call()
-
-
 @pytest.fixture
 def unread(monkeypatch):
     """As on an accelerator: a value could be read by a wait only. Assertions are at once here."""

@@ -17,22 +17,15 @@ from benchmarks.studies import training_step
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(folder: Path, python: str, *parts: str) -> subprocess.CompletedProcess[str]:
-    """The parts of benchmarks/gpu.sh, with another program in place of Python."""
-    words = [str(ROOT / "benchmarks" / "gpu.sh"), *parts]
-    env = {**os.environ, "PYTHON": python, "LOGS": str(folder)}
-    return subprocess.run(words, env=env, capture_output=True, text=True, check=False)
-
-
 PARTS = "tests", "compare", "training-0.01", "training-1", "graphs"
 
 
 def test_every_part_is_a_valid_command(tmp_path: Path):
-    ran = run(tmp_path, "echo")
-    assert ran.returncode == 0
+    """With another program in place of Python."""
+    env = {**os.environ, "PYTHON": "echo", "LOGS": str(tmp_path)}
+    script = str(ROOT / "benchmarks" / "gpu.sh")
+    ran = subprocess.run([script], env=env, capture_output=True, text=True, check=True)
     assert all(f"== {part}: done" in ran.stdout for part in PARTS)
-    limits = [int(line.split()[-2]) for line in ran.stdout.splitlines() if "at most" in line]
-    assert sum(limits) <= 12 * 60
     calls = {part: (tmp_path / f"{part}.log").read_text().split() for part in PARTS}
     for active in ("0.01", "1"):
         _, module, *words = calls[f"training-{active}"]
@@ -41,9 +34,9 @@ def test_every_part_is_a_valid_command(tmp_path: Path):
     for part in ("compare", "graphs"):
         assert importlib.util.find_spec(calls[part][1])
     files = [word for word in calls["tests"] if word.startswith("tests/")]
-    assert len(files) == 3
-    assert all((ROOT / file).exists() for file in files)
-    assert run(tmp_path, "false", "graphs").returncode == 1
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    failed = subprocess.run([script, "graphs"], env={**env, "PYTHON": "false"}, check=False)
+    assert failed.returncode == 1
 
 
 def test_old_and_new_are_measured_in_two_processes(tmp_path: Path, monkeypatch):

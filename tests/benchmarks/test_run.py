@@ -8,7 +8,6 @@ import torch
 
 pytest.importorskip("rich")
 
-from benchmarks import __main__ as command
 from benchmarks.losses import benchmark
 from benchmarks.run import memory, timing
 from benchmarks.run.check import Mismatch, check
@@ -40,15 +39,14 @@ def test_wrong_variant_is_not_timed():
     assert "rounds" not in rows["wrong"]
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_variants_are_compared_with_each_other_where_the_formula_does_not_fit(monkeypatch, wrong):
+def test_variants_are_compared_with_each_other_where_the_formula_does_not_fit(monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda device: 10)
     both = [Variant(name, PLAIN.call) for name in ("ours", "ours, blocks")]
     odd = Variant("ours, wrong", lambda activations: activations.float().abs().sum())
-    rows = measured(flops_with(*both, *([odd] * wrong), dtype="bf16"))
+    rows = measured(flops_with(*both, odd, dtype="bf16"))
     assert rows["eager"]["status"].startswith("skipped: needs about")
     assert rows["ours"]["status"] == rows["ours, blocks"]["status"] == "ok"
-    assert not wrong or rows["ours, wrong"]["status"].startswith("MISMATCH")
+    assert rows["ours, wrong"]["status"].startswith("MISMATCH")
 
 
 def test_the_memory_meter_is_exact():
@@ -99,19 +97,6 @@ def test_rows_are_written_once_and_for_one_machine(tmp_path: Path):
     variants = ["eager", "ours", "ours, compiled", "torch.compile"]
     assert [row["variant"] for row in read(path)] == variants
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.csv"]
-    with pytest.raises(ValueError, match=r"device is 'x' there and 'another' now; .*--fresh"):
+    with pytest.raises(ValueError, match="device is 'x' there"):
         Table(path, {**COMMON, "device": "another"})
     assert Table(path, {**COMMON, "device": "another"}, fresh=True).rows == []
-
-
-def test_the_command_measures_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(command.BUDGET, "tiny", 0.0)
-    output = tmp_path / "run.csv"
-    words = ["--suite", "tiny", "--only", "margin_mse,flops", "--no-compile", f"--output={output}"]
-    assert command.main(words) == 0
-    rows = read(output)
-    assert {row["loss"] for row in rows} == {"margin_mse", "flops"}
-    assert {row["status"] for row in rows} == {"ok"}
-    before = output.read_text()
-    assert command.main(words) == 0
-    assert output.read_text() == before

@@ -7,7 +7,6 @@ import random
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("rich")
 pytest.importorskip("peft")
@@ -22,11 +21,13 @@ from benchmarks.studies import (
     gathered,
     learn,
     teachers,
+    trainer_step,
     training_step,
 )
 from sparse_losses import SpladeEncoder
 from tests.examples.demo.artificial import TOPICS
 from tests.representation import tiny_models
+from tools.tables import RESULTS as STUDIES
 
 # What the studies share.
 
@@ -78,49 +79,21 @@ def test_figures_of_rankings_follow_their_formulas():
         assert [one[query] for one in figures.values()] == pytest.approx(expected)
 
 
-# The battery of small models.
-
-ARMS = ("gain", "topk")  # beside the sparse start
-
-
-@pytest.fixture(scope="module")
-def texts():
-    made = battery.Texts()
-    made.queries, made.documents = made.queries[:40], made.documents[:40]
-    return made
+# The studies, with few texts and tiny models.
 
 
 @pytest.mark.parametrize(
     ("model", "arm"),
-    [*((x, "shift") for x in ("bag", "static", "decoder")), *(("bag", x) for x in ARMS)],
+    [("bag", "shift"), ("static", "shift"), ("decoder", "gain"), ("bag", "topk")],
 )
-def test_every_model_and_arm_starts_sparse_and_is_pruned_to_its_number(model, arm, texts):
+def test_every_model_and_arm_starts_sparse_and_is_pruned_to_its_number(model, arm):
+    texts = battery.Texts()
+    texts.queries, texts.documents = texts.queries[:40], texts.documents[:40]
     row = dataclasses.replace(battery.Row(model), steps=2, batch=4)
     rows = list(battery.run(row, battery.ARMS[arm], texts))
     assert [one["asked_document"] for one in rows] == ["", 32, 16]
     assert rows[0]["first_active"] == pytest.approx(battery.V / 4, rel=0.2)
     assert all(one["document"] <= 1.1 * one["asked_document"] for one in rows[1:])
-    assert arm == "topk" or rows[1]["document"] > 0.9 * 32
-    assert all(0 <= one["recall_10"] <= 1 for one in rows)
-
-
-def test_targets_share_a_training_that_does_not_use_them(texts, monkeypatch, tmp_path):
-    alike = [dataclasses.replace(battery.Row("bag"), steps=2, batch=4, target=n) for n in (32, 64)]
-    monkeypatch.setattr(battery, "ROWS", alike)
-    monkeypatch.setattr(battery, "Texts", lambda: texts)
-    path = tmp_path / "battery.csv"
-    assert battery.main(["--arms", "prune", "gain", "--output", str(path)]) == 0
-    rows = read(path)
-    assert [(row["arm"], row["asked_document"]) for row in rows] == [
-        *(("nothing", asked) for asked in ("", "32", "16.0", "64", "32.0")),
-        *(("start 1/4, gain 32", asked) for asked in ("", "32", "16.0")),
-        *(("start 1/4, gain 64", asked) for asked in ("", "64", "32.0")),
-    ]
-    battery.main(["--arms", "prune", "--output", str(path)])
-    assert read(path) == rows, "finished trainings are kept"
-
-
-# A collection on disk, and the models that are trained on it.
 
 
 @pytest.fixture
@@ -146,145 +119,87 @@ def test_training_reads_documents_alone_and_only_judged_queries_count(folder):
     assert found.queries == [f"{name} zebra" for name in sorted(TOPICS)]
     assert found.relevant[1] == {1: 2, 5: 1, 9: 1, 13: 1, 17: 1}  # grade 0 is not relevant
     assert len(found.pairs) == 3 * 45  # every fourth document gives none
-    held_out = {" ".join(sorted(text.split())) for text in found.documents[:: beir.UNSEEN]}
-    others = {" ".join(sorted(text.split())) for text in found.documents} - held_out
-    assert {" ".join(sorted(" ".join(pair).split())) for pair in found.pairs} == others
 
 
-def test_a_damaged_folder_ends_with_a_sentence(folder):
-    (folder / "corpus.jsonl").write_text('{"_id": "x"}', encoding="utf-8")
-    with pytest.raises(SystemExit, match=r"cannot read .*KeyError\('text'\)"):
-        beir.load(folder)
-
-
-@pytest.fixture(params=[True, False], ids=["with its head", "without"])
-def pretrained(request, tmp_path, monkeypatch):
-    """Returns the folder of a tiny model with its tokenizer, and both of them."""
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """The folders of a tiny masked language model and of its body, and what fits their size."""
+    model, words = tiny_models.pair("bert", max_position_embeddings=200)
+    for name, own in (("masked", model), ("dense", model.base_model)):
+        tiny_models.saved(tmp_path / name, own, words)
     monkeypatch.setattr(collection, "LENGTHS", (32, 200))  # its tokens are letters
-    model, tokenizer = tiny_models.pair("bert", max_position_embeddings=200)
-    model = model if request.param else model.bert
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "tiny" / "model")
-    return tmp_path / "tiny" / "model", model, tokenizer
+    monkeypatch.setattr(from_dense, "LENGTH", 40)
+    monkeypatch.setattr(from_dense, "STARTS", (8, 20))
+    for module in (collection, trainer_step):
+        monkeypatch.setattr(module, "START", 20)
+    for module in (collection, teachers):
+        monkeypatch.setattr(module, "POINTS", [(4, 8)])
+    monkeypatch.setenv("MINILM", str(tmp_path / "dense"))
+    return tmp_path
 
 
-@pytest.mark.parametrize("pretrained", [True], indirect=True)
-def test_the_cut_model_gives_the_vectors_of_the_whole(folder, pretrained):
-    path, model, tokenizer = pretrained
-    found = beir.load(folder)
-    task = collection.Task([found], str(path))
-    assert len(task.kept) < len(tokenizer)
+def test_the_cut_model_gives_the_vectors_of_the_whole(folder, tiny):
+    found, whole = beir.load(folder), SpladeEncoder.from_pretrained(tiny / "masked")
+    task = collection.Task([found], str(tiny / "masked"))
+    assert len(task.kept) < whole.vocab_size
     ((_, _, documents),) = task.tests
     cut = learn.vectors(collection.Tower(task.make(), task.kept).eval(), documents)
-    whole = SpladeEncoder(model, tokenizer).encode(found.documents, output="dense")
-    torch.testing.assert_close(cut, whole[:, task.kept])
+    expected = whole.encode(found.documents, output="dense")[:, task.kept]
+    torch.testing.assert_close(cut, expected)
 
 
-def test_pretrained_models_and_one_from_scratch_are_trained(folder, pretrained, monkeypatch):
-    path, output = pretrained[0], folder.parent / "study.csv"
-    monkeypatch.setattr(collection, "START", 20)
-    monkeypatch.setattr(collection, "POINTS", [(4, 8)])
-    options = ["--data", str(folder), "--steps", "2", "--seeds", "0", "--output", str(output)]
-    options += ["--arms", "prune", "topk16"]
-    for model in ([], ["--model", str(path)]):
-        collection.main([*options, *model])
-    rows = read(output)
-    start = "" if "MaskedLM" in pretrained[1].__class__.__name__ else "start 20, "
-    assert [(row["model"], row["arm"], row["asked_document"]) for row in rows] == [
-        (model, start + arm, asked)
-        for model, start in (("scratch", "start 1/4, "), ("tiny", start))
-        for arm in ("nothing", "topk 16 from 75%")
-        for asked in ("", "8")
-    ]
-    assert all(0 <= float(row["ndcg_10"]) <= 1 for row in rows)
+class BiEncoder:
+    """A teacher."""
+
+    def __init__(self, *_, **options): ...
+
+    def encode(self, texts, **options):
+        return torch.eye(8)[[len(text) % 8 for text in texts]]
 
 
-def test_every_way_of_a_dense_encoder_has_a_row_and_one_is_the_packages(folder, monkeypatch):
-    path, output = folder.parent / "tiny" / "model", folder.parent / "study.csv"
-    model, words = tiny_models.pair("bert")
-    for part in (model.base_model, words):
-        part.save_pretrained(path)
-    monkeypatch.setenv("MINILM", str(path))
-    monkeypatch.setattr(from_dense, "STARTS", (8, 20))
-    monkeypatch.setattr(from_dense, "LENGTH", 40)
-    from_dense.main(["--data", str(folder), "--output", str(output)])
-    rows = read(output)
-    assert len(rows) == 1 + 2 * 7
-    one = beir.load(folder)
+GATHERED = "--ranks 2 --pairs 3 --vocabulary 400 --active 0.02"
+SHORT = "--data toy --steps 2 --seeds 0"
+RUNS = {  # the study, its options, a column, and what stands there
+    "scratch": (collection, f"{SHORT} --arms prune topk16", "arm", {"start 1/4, topk 16 from 75%"}),
+    "masked": (collection, f"{SHORT} --arms prune --model masked", "arm", {"nothing"}),
+    "dense": (collection, f"{SHORT} --arms prune --model dense", "arm", {"start 20, nothing"}),
+    "from_dense": (from_dense, "--data toy", "start", {"", "8", "20"}),
+    "teachers": (teachers, f"{SHORT} --model masked --teacher any", "teacher", {"none"}),
+    "calculated": (calculated, "--suite tiny --only flops,info_nce", "loss", {"flops", "info_nce"}),
+    "training": (training_step, "--device cpu --tiny --budget 0.01", "status", {"ok"}),
+    "trainer": (trainer_step, "--models masked dense --batches 2x8 --budget 0", "model", {"dense"}),
+    "gathered": (gathered, GATHERED, "layout", {"dense", "CSR"}),
+}
+COMMITTED = {training_step: "cuda-training", trainer_step: "trainer-step"}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_study_of_toys_has_the_columns_of_its_results(name, folder, tiny, monkeypatch):
+    module, options, column, expected = RUNS[name]
+    package = pytest.importorskip("sentence_transformers")
+    if module is teachers:
+        monkeypatch.setattr(package, "SentenceTransformer", BiEncoder)
+    monkeypatch.chdir(folder.parent)
+    words = [*options.split(), "--output", "study.csv"]
+    assert module.main(words) == 0
+    rows = read(tiny / "study.csv")
+    file = COMMITTED.get(module, module.__name__.rpartition(".")[2])
+    (committed,) = (x for x in (RESULTS, STUDIES) for x in [x / f"{file}.csv"] if x.exists())
+    if committed.parent == STUDIES:  # what is there is not trained again
+        assert module.main(words) == 0
+        assert read(tiny / "study.csv") == rows
+    assert rows[0].keys() == read(committed)[0].keys() - {"cuda"}  # the driver, where there is one
+    assert {row[column] for row in rows} >= expected
+    most = training_step.ALLOWED_GRADIENT if module is training_step else 1e-9
     for row in rows:
-        if row["way"] != "dense":
-            assert float(row["document"]) == pytest.approx(float(row["start"]), abs=0.6)
-        if row["way"] == "bias by token: its mean":
-            options = {"start_active": int(row["start"]), "max_length": from_dense.LENGTH}
-            encoder = SpladeEncoder.from_dense(path, one.documents, **options)
-            x, y = (encoder.encode(texts).to_dense() for texts in (one.queries, one.documents))
-            own = beir.ranked(x @ y.T, one.relevant)["ndcg_10"]
-            assert sum(own) / len(own) == pytest.approx(float(row["ndcg_10"]), abs=0.02)
-
-
-@pytest.mark.parametrize("pretrained", [True], indirect=True)
-def test_every_form_of_a_teacher_is_trained_once(folder, pretrained, monkeypatch):
-    sentence_transformers = pytest.importorskip("sentence_transformers")
-
-    class BiEncoder:
-        def __init__(self, *_, **options): ...
-
-        def encode(self, texts, **options):
-            seeds = (torch.Generator().manual_seed(len(text)) for text in texts)
-            rows = torch.stack([torch.randn(8, generator=seed) for seed in seeds])
-            return nn.functional.normalize(rows)
-
-    monkeypatch.setattr(sentence_transformers, "SentenceTransformer", BiEncoder)
-    monkeypatch.setattr(teachers, "POINTS", [(4, 8)])
-    output = folder.parent / "teachers.csv"
-    options = ["--data", str(folder), "--model", str(pretrained[0]), "--teacher", "any"]
-    options += ["--steps", "2", "--seeds", "0", "--output", str(output)]
-    for _ in range(2):  # what is there is not trained again
-        assert teachers.main(options) == 0
-    rows = read(output)
-    forms = ["none", *(f"{form}{mixed}" for form in teachers.FORMS for mixed in ("", ", mixed"))]
-    assert [row["teacher"] for row in rows] == [form for form in forms for _ in range(2)]
-    ranked = {row["teacher"]: row["ndcg_10"] for row in rows}
-    # Mixed scores have neither shift nor scale.
-    assert ranked["cosines, mixed"] == ranked["logits, mixed"]
-
-
-# Steps, counted and measured.
-
-
-def test_cases_and_a_training_step_are_counted(tmp_path):
-    path = tmp_path / "calculated.csv"
-    options = ["--suite", "tiny", "--only", "flops,info_nce", "--output", str(path)]
-    assert calculated.main(options) == 0
-    rows = read(path)
-    assert {("flops", "eager"), ("info_nce", "ours")} <= {(x["loss"], x["variant"]) for x in rows}
-    assert all(int(row["launches"]) > 0 and int(row["peak_bytes"]) > 0 for row in rows)
-    assert read(RESULTS / "calculated.csv")[0].keys() == rows[0].keys()
-    plain, ours = calculated.training_steps(training_step.TINY)
-    assert (plain["variant"], ours["variant"]) == ("eager", "ours")
-    assert ours["launches"] > 100
-
-
-def test_a_training_step_is_measured(tmp_path):
-    output = tmp_path / "step.csv"
-    options = ["--device", "cpu", "--tiny", "--budget", "0.01", "--output", str(output)]
-    assert training_step.main(options) == 0
-    rows = read(output)
-    assert [(row["pairs"], row["variant"]) for row in rows] == [("2", "eager"), ("2", "ours")]
-    for row in rows:
-        assert row["status"] == "ok"
-        assert all(float(row[key]) > 0 for key in ("seconds", "tokens_per_second", "peak_bytes"))
-        assert float(row["gradient_difference"]) < training_step.ALLOWED_GRADIENT
+        assert all(0 <= float(row[key]) <= 1 for key in row if key in ("ndcg_10", "recall_10"))
+        assert all(float(row[key]) < most for key in row if key.endswith("_difference"))
+        assert all(float(row[key]) > 0 for key in row if key in ("seconds", "peak_bytes"))
 
 
 def test_of_sparse_vectors_ranks_send_entries(tmp_path):
-    output = tmp_path / "gathered.csv"
-    sizes = ("--ranks", "2", "--pairs", "3", "--vocabulary", "400", "--active", "0.02")
-    assert gathered.main([*sizes, "--output", str(output)]) == 0
-    dense, entries = read(output)
+    assert gathered.main([*GATHERED.split(), "--output", str(tmp_path / "gathered.csv")]) == 0
+    dense, entries = read(tmp_path / "gathered.csv")
     # Rows of documents in one direction, their gradients in the other.
     assert float(dense["mib_sent"]) >= 2 * (2 * 3 * 400 * 4) / 2**20
     assert 0 < float(entries["mib_sent"]) < float(dense["mib_sent"]) / 10
-    for row in (dense, entries):
-        assert float(row["value_difference"]) < 1e-9
-        assert float(row["gradient_difference"]) < 1e-9

@@ -51,10 +51,6 @@ def part(case: Case, arrays: dict[str, np.ndarray], rank: int, world: int) -> di
     return mine
 
 
-def reductions(case: Case) -> tuple[str | None, ...]:
-    return ("mean", "sum", "none") if case.loss.reduces else (None,)
-
-
 def evaluate(
     case: Case,
     arrays: dict,
@@ -81,7 +77,7 @@ def compare(rank: int, world: int) -> dict[str, str]:
     """What differs, by case and reduction."""
     wrong = {}
     for case in PLAINEST:
-        for reduction in reductions(case):
+        for reduction in case.loss.reductions:
             try:
                 check(case, rank, world, reduction)
             except AssertionError as error:

@@ -53,14 +53,6 @@ def test_the_description_names_its_pages_or_links_to_those_of_its_version(metada
             assert any(place.is_file() for place in places), target
 
 
-def test_links_with_an_address_and_within_a_page_stay_as_they_are(metadata):
-    text = "[a](https://localhost/x) [b](#here) [c](docs/d/index.md#e) ![p](docs/q.svg) [l](L)"
-    assert metadata.with_addresses(text, "1", "https://localhost/r", "https://localhost/s") == (
-        "[a](https://localhost/x) [b](#here) [c](https://localhost/s/1/d/#e) "
-        "![p](https://localhost/s/1/q.svg) [l](https://localhost/r/blob/v1/L)"
-    )
-
-
 @pytest.mark.parametrize("name", tables.TABLES)
 def test_every_table_is_made_of_the_results_and_stands_on_a_page(name):
     head, _, *rows = tables.TABLES[name]().splitlines()

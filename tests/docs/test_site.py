@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import os
 import re
 from itertools import chain
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import sparse_losses
 import sparse_losses.functional as F
 from tests.test_house import STEMS
-from tools.markdown import DOCS, body, expand, split_code
+from tools.markdown import DOCS, LANGUAGES, body, expand, front_matter, split_code
 
 ROOT = DOCS.parent
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -175,3 +176,46 @@ def test_figures_are_there_for_light_and_dark_and_told_in_words(page):
     linked = re.findall(r"figures/([\w-]+)-(light|dark)\.svg#only-(light|dark)\)", read(page))
     light, dark = (sorted(n for n, p, _ in linked if p == each) for each in ("light", "dark"))
     assert light == dark
+
+
+# Translations name their English page and its version, and include its formulas.
+
+TRANSLATED = sorted(page for language in LANGUAGES for page in DOCS.glob(f"{language}/**/*.md"))
+FOLLOWS = {
+    "ko": "이 번역은 {} 영어 페이지를 따른다.",
+    "ja": "この翻訳は {} の英語ページに従います。",
+}
+
+
+@pytest.mark.parametrize("page", TRANSLATED, ids=name)
+def test_a_page_says_what_it_follows_and_includes_its_formulas(page):
+    text = read(page)
+    about = front_matter(text)
+    assert re.fullmatch(r"[0-9a-f]{7}, \d{4}-\d\d-\d\d", about["follows"])
+    assert (
+        FOLLOWS[page.relative_to(DOCS).parts[0]].format(about["follows"].partition(", ")[2]) in text
+    )
+    english = DOCS / about["translation_of"]
+    assert f"]({os.path.relpath(english, page.parent)})" in text
+    assert f"]({os.path.relpath(page, english.parent)})" in read(english)
+    expand(text)  # a missing section is an error
+    for mark in ("$$", r"\[", r"\(", r"\begin{"):
+        assert mark not in split_code(body(text))[0]
+
+
+@pytest.mark.parametrize("named", ["none.md", "index.md:none"])
+def test_a_missing_file_or_section_is_an_error(named):
+    with pytest.raises(ValueError, match=r"expected a .* none"):
+        expand(f'--8<-- "{named}"')
+
+
+def sections(page):
+    """Return the ids of a page's sections, given or made of their words."""
+    prose = split_code(read(page))[0]
+    headings = re.findall(r"^ *##+ (.+?) *(?:\{ #([\w-]+) \})?$", prose, re.MULTILINE)
+    return [given or re.sub(r"\W+", "-", words.lower()) for words, given in headings]
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*/losses/*.md")), ids=name)
+def test_a_translated_loss_has_the_sections_of_the_english_page_without_the_api(page):
+    assert sections(page) == [x for x in sections(DOCS / "losses" / page.name) if x != "api"]

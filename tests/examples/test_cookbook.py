@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from sparse_losses import SpladeEncoder, StaticQueryEncoder
-from tests.representation.tiny_models import causal_lm, masked_lm, tokenizer
+from tests.representation.tiny_models import causal_lm, masked_lm, saved, tokenizer, word_level
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 @pytest.fixture
@@ -37,14 +35,7 @@ def script(monkeypatch):
 def words(script):
     """A tokenizer of the words of the pairs that are trained on."""
     texts = " ".join(f"{name} {text}" for name, text, _ in script("data").documented())
-    commonest = sorted(set(re.findall(r"\w+", texts.lower())))[:2000]
-    vocabulary = {word: i for i, word in enumerate([*SPECIAL, *commonest])}
-    tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokens.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    named = dict(zip(names, SPECIAL, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=tokens, model_max_length=128, **named)
+    return word_level(sorted(set(re.findall(r"\w+", texts.lower())))[:2000], model_max_length=128)
 
 
 def configuration(words):
@@ -60,9 +51,7 @@ def tiny(words, tmp_path):
     model = BertForMaskedLM(configuration(words))
     with torch.no_grad():
         model.get_output_embeddings().bias -= 0.1
-    model.save_pretrained(tmp_path / "tiny")
-    words.save_pretrained(tmp_path / "tiny")
-    return str(tmp_path / "tiny")
+    return saved(tmp_path / "tiny", model, words)
 
 
 @pytest.fixture(params=["tiny", "SPLADE_TINY"])
@@ -93,9 +82,7 @@ def test_fine_tune(script, splade, tmp_path):
 def test_from_dense(script, request, model, words, tmp_path):
     folder = tmp_path / "trained"
     if model == "dense":
-        path = str(tmp_path / model)
-        BertModel(configuration(words)).save_pretrained(path)
-        words.save_pretrained(path)
+        path = saved(tmp_path / model, BertModel(configuration(words)), words)
     else:
         path = given(request, model)
     found = script("from_dense").main(path, steps=2, folder=str(folder))
@@ -106,9 +93,8 @@ def test_from_dense(script, request, model, words, tmp_path):
 @pytest.mark.parametrize("model", ["tiny", "decoder", "SPLADE_TINY"])
 def test_lora(script, request, model, words, tmp_path):
     if model == "decoder":
-        path = str(tmp_path / model)
-        causal_lm("qwen3", len(words), max_position_embeddings=128).save_pretrained(path)
-        words.save_pretrained(path)
+        decoder = causal_lm("qwen3", len(words), max_position_embeddings=128)
+        path = saved(tmp_path / model, decoder, words)
     else:
         path = given(request, model)
     loaded = script("lora").main(path, steps=2, folder=str(tmp_path / "adapters"))
@@ -160,12 +146,9 @@ def test_ndcg_by_hand(script):
 
 
 def test_korean(script, tmp_path):
-    path = str(tmp_path / "multilingual")
-    masked_lm("xlm-roberta", 400, max_position_embeddings=140).save_pretrained(path)
-    tokenizer("unigram").save_pretrained(path)
-    korean = script("korean")
-    folder = str(tmp_path / "trained")
-    before, after = korean.main(path, steps=2, folder=folder)
+    model = masked_lm("xlm-roberta", 400, max_position_embeddings=140)
+    path, folder = saved(tmp_path / "model", model, tokenizer()), str(tmp_path / "trained")
+    before, after = script("korean").main(path, steps=2, folder=folder)
     assert 0 <= after <= 1
     assert 0 < before <= 1
     assert SpladeEncoder.from_pretrained(folder).budgets

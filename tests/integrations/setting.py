@@ -4,14 +4,13 @@ import functools
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import SequentialSampler
-from transformers import PreTrainedTokenizerFast, TrainingArguments
+from transformers import TrainingArguments
 
 import sparse_losses as sl
 from sparse_losses.objective import terms
 from tests.distributed.ranks import example
-from tests.representation.tiny_models import masked_lm
+from tests.representation.tiny_models import masked_lm, word_level
 
 RATE, VOCAB_SIZE = 0.03, 120
 TEXT = "서울 맛집 추천 a learned sparse retriever vectors over the vocabulary one weight"
@@ -20,13 +19,7 @@ WORDS = TEXT.split()
 
 def tokenizer():
     """A fixed vocabulary: one that is trained on the spot differs by process."""
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]"}
-    special["sep_token"] = "[SEP]"
-    vocabulary = {token: i for i, token in enumerate([*special.values(), *WORDS])}
-    tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokens.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    return PreTrainedTokenizerFast(tokenizer_object=tokens, **special)
+    return word_level(WORDS, "pad unk cls sep")
 
 
 def encoder(dropout=0.0, **options):

@@ -30,7 +30,7 @@ from tests.cases import (
     to_arrays,
     to_tensors,
 )
-from tests.instruments import counting
+from tests.instruments import counting, gradients, weigh
 
 # CASES has a case twice where an implementation beside the definition supports it, a layer's by
 # each of them. What does not depend on the implementation runs over ONCE: arguments are checked and
@@ -57,7 +57,7 @@ def over_reductions(cases):
     some = [
         pytest.param(case, reduction, id=f"{case.id}-{reduction}")
         for case in cases
-        for reduction in (("none", "mean", "sum") if case.loss.reduces else (None,))
+        for reduction in case.loss.reductions
     ]
     return pytest.mark.parametrize(("case", "reduction"), some)
 
@@ -70,17 +70,6 @@ def watch(case: Case, tensors: dict) -> dict:
     for name in case.differentiable:
         tensors[name] = tensors[name].detach().clone().requires_grad_()
     return {name: tensors[name] for name in case.differentiable}
-
-
-def gradients(value: torch.Tensor, leaves: dict) -> dict:
-    return dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())), strict=True))
-
-
-def scalar(value: torch.Tensor) -> torch.Tensor:
-    """Weigh the rows differently, so that a permuted or misplaced gradient shows."""
-    if value.ndim == 0:
-        return value
-    return (value * torch.linspace(0.5, 1.5, value.shape[0], dtype=value.dtype)).sum()
 
 
 def alive(value: torch.Tensor) -> torch.Tensor:
@@ -259,7 +248,7 @@ def test_a_row_that_is_not_valid_is_zero_without_gradient_and_hides_its_nan(case
     leaves = watch(case, tensors)
     with torch.autograd.set_detect_anomaly(True):  # an error for a NaN that is hidden later, too
         value = case.function()(**tensors, **none(case))
-        grads = gradients(scalar(value), leaves)
+        grads = gradients(weigh(value), leaves)
     if case.loss.reduces:
         assert value[2] == 0.0
         assert (value.detach() != 0).sum() >= B - 2
@@ -340,7 +329,7 @@ def test_an_empty_batch_gives_zero_with_a_graph(case):
     alive(case.function()(**case.tensors(batch=3)))
     tensors = case.tensors(batch=0)
     leaves = watch(case, tensors)
-    for reduction in ("none", "mean", "sum") if case.loss.reduces else (None,):
+    for reduction in case.loss.reductions:
         value = case.function()(**tensors, **({"reduction": reduction} if reduction else {}))
         assert value.shape == ((0,) if reduction == "none" else ())
         assert_zero_with_a_graph(value, leaves)
@@ -543,7 +532,7 @@ def test_another_dtype_device_or_type_is_refused(case):
             if tensor.is_floating_point() and name not in case.loss.constructor:  # cast along
                 wrong.append(tensor.long())
         else:
-            wrong.append(tensor.double())
+            wrong += [tensor.double(), tensor.bool(), tensor.to(torch.complex64)]
         for replacement in wrong:
             _refuses(case, {**case.tensors(), name: replacement}, name)
 
@@ -683,9 +672,8 @@ def test_a_csr_tensor_has_the_value_and_at_its_entries_the_gradient_of_a_dense_o
     expected, value = (case.function()(**x, **options) for x in (dense, sparse))
     torch.testing.assert_close(value, alive(expected), rtol=1e-10, atol=1e-12)
     names = [n for n in case.those("csr") if sparse[n].layout == torch.sparse_csr]
-    weight = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).view(value.shape)
-    wanted = torch.autograd.grad((weight * expected).sum(), [dense[n] for n in names])
-    (weight * value).sum().backward()
+    wanted = torch.autograd.grad(weigh(expected), [dense[n] for n in names])
+    weigh(value).backward()
     for name, x in zip(names, wanted, strict=True):
         gradient = sparse[name].grad
         assert gradient.layout == torch.sparse_csr
@@ -754,6 +742,40 @@ def test_a_nan_is_not_hidden(case, reduction):
         alive(case.function()(**case.tensors(), **options).nan_to_num(0.0))
 
 
+def _absent(case: Case, tensors: dict) -> dict:
+    """Where the tensors of candidates hold what is none, by mask or by a teacher's ``-inf``."""
+    masked = tensors.get("candidate_mask", torch.tensor(1)) == 0
+    teacher = next((n for n in ("teacher_scores", "teacher_negative") if n in case.dims), "")
+    ruled_out = masked | (tensors[teacher] == -torch.inf) if teacher else masked
+    dims = case.dims["candidate_mask" if "candidate_mask" in case.dims else teacher]
+    names = [n for n in case.dims if case.dims[n][: len(dims)] == dims and n not in case.masks]
+    return {n: masked if n.startswith("teacher") else ruled_out for n in names}
+
+
+ABSENT = [c for c in CASES if c.name == "infinite" or "candidate_mask" in c.dims]
+
+
+# InfoNCE's columns are its positives and negatives: tests/losses/test_info_nce.py.
+@over([case for case in ABSENT if case.stem != "info_nce"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_candidate_hides_its_nan_and_has_no_gradient(case, bad):
+    tensors = case.tensors()
+    plain = alive(case.function()(**tensors))
+    absent = _absent(case, tensors)
+    for name, where in absent.items():
+        where = where.reshape(*where.shape, *[1] * (tensors[name].ndim - where.ndim))
+        absent[name] = where.expand_as(tensors[name])
+        tensors[name] = tensors[name].masked_fill(where, bad)
+    assert any(where.any() for where in absent.values())
+    leaves = watch(case, tensors)
+    value = case.function()(**tensors)
+    torch.testing.assert_close(value, plain)
+    for name, gradient in gradients(value, leaves).items():
+        assert gradient.isfinite().all()
+        assert gradient.any()
+        assert name not in absent or not gradient[absent[name]].any()
+
+
 # Derivatives --------------------------------------------------------------------------------------
 
 
@@ -776,7 +798,7 @@ def test_gradcheck(case):
     for options in ({}, none(case)) if case.impl == "auto" else (none(case),):
         function, leaves = _as_function(case, case.tensors(), **options)
         assert torch.autograd.gradcheck(function, leaves, fast_mode=case.impl == "auto")
-        value = scalar(function(*leaves))
+        value = weigh(function(*leaves))
         assert value.dtype == torch.float64
         assert all(g.any() for g in torch.autograd.grad(value, leaves))
 

@@ -48,25 +48,6 @@ def test_it_is_zero_if_the_scores_agree_up_to_a_shift(seed, shift, standardize):
         assert both > 1e-6
 
 
-@modes
-def test_a_masked_candidate_hides_everything(standardize):
-    s, z = draw(0, 3, 5), draw(1, 3, 5)
-    mask = torch.ones(3, 5)
-    mask[0, 1] = mask[2, 4] = 0
-    options = {"candidate_mask": mask, "standardize": standardize}
-    plain = distillation_loss(s, z, **options)
-    for bad in (torch.nan, torch.inf, -torch.inf, 1e300):
-        a, b = (v.masked_fill(mask == 0, bad) for v in (s, z))
-        loss, gradient = value_and_gradients(
-            functools.partial(distillation_loss, **options, teacher_scores=b), a
-        )
-        torch.testing.assert_close(loss, plain)
-        assert gradient.isfinite().all()
-        assert not gradient[mask == 0].any()
-        assert gradient[mask == 1].any()
-    assert not torch.allclose(distillation_loss(s, z, standardize=standardize), plain)
-
-
 @given(score_problems())
 def test_the_gradient_of_the_forward_pass_is_that_of_the_formula(problem):
     """A learned temperature leaves the gradient to autograd."""

@@ -92,21 +92,6 @@ def test_what_is_left_out_hides_its_nan_and_has_no_gradient(impl, symmetric, sha
         assert gradient[:row].any(-1).sum() >= row
 
 
-@pytest.mark.parametrize(
-    ("negative", "options", "shape"),
-    [
-        (None, {}, r"\[3, 3\], columns for 3 positives and 0 negatives"),
-        ((2, 4), {}, r"\[3, 5\], columns for 3 positives and 2 negatives"),
-        ((3, 2, 4), {"in_batch": False}, r"\[3, 3\], columns for 1 positives and 2 negatives"),
-    ],
-)
-def test_a_mask_has_a_column_a_candidate(negative, options, shape):
-    negative = None if negative is None else torch.rand(*negative)
-    mask = torch.ones(3, 4)
-    with pytest.raises(ValueError, match=rf"`candidate_mask` of shape {shape}, got \[3, 4\]"):
-        info_nce_loss(torch.rand(3, 4), torch.rand(3, 4), negative, candidate_mask=mask, **options)
-
-
 @given(seeds, st.floats(-1, 1) | st.none(), st.floats(0, 1.5) | st.none(), st.sampled_from([4, 6]))
 def test_false_negative_mask_is_the_formula(seed, margin, ratio, width):
     assume(margin is not None or ratio is not None)
@@ -130,15 +115,6 @@ def test_false_negative_mask_keeps_what_is_at_the_bound_and_nan():
     for no_number in (torch.tensor([[0, 0, 0, 1]]), torch.zeros(1, 4)):  # a NaN, none
         assert false_negative_mask(scores, no_number, margin=0.0).all()
     assert false_negative_mask(torch.zeros(0, 0), margin=0.0).shape == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("shape", "bounds", "name"),
-    [((2, 2), {}, "margin"), ((2, 3), {"margin": 0.1}, "positive_mask")],
-)
-def test_false_negative_mask_needs_a_bound_and_positives(shape, bounds, name):
-    with pytest.raises(ValueError, match=name):
-        false_negative_mask(torch.zeros(shape), **bounds)
 
 
 @given(seeds)
@@ -175,27 +151,35 @@ def test_ids_hide_no_nan_outside_the_batch(similarity):
     assert rows.isnan().tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("options", [{}, {"symmetric": True}, {"positive_mask": torch.eye(3)}])
-def test_outside_the_batch_there_are_negatives_and_no_positive_mask(options):
-    a, p, n = draw(0, 3, 4), draw(1, 3, 4), draw(2, 2, 4)
-    name = "positive_mask" if "positive_mask" in options else "in_batch"
-    with pytest.raises(ValueError, match=name):
-        info_nce_loss(a, p, n if name == "positive_mask" else None, in_batch=False, **options)
+OUTSIDE, MASK = {"in_batch": False}, torch.ones(3, 4)
+WRONG = [  # the shape of the negatives, other arguments, and what the error says
+    (None, {"candidate_mask": MASK}, r"`candidate_mask` of shape \[3, 3\], .* got \[3, 4\]"),
+    ((2, 4), {"candidate_mask": MASK}, r"\[3, 5\], columns for 3 positives and 2 negatives"),
+    ((3, 2, 4), {"candidate_mask": MASK} | OUTSIDE, "for 1 positives and 2 negatives"),
+    ((2, 4), {"positive_mask": torch.eye(3)} | OUTSIDE, "positive_mask"),
+    (None, OUTSIDE, "in_batch"),
+    (None, {"symmetric": True} | OUTSIDE, "in_batch"),
+]
+
+
+@pytest.mark.parametrize(("shape", "options", "message"), WRONG)
+def test_masks_fit_the_candidates_and_outside_the_batch_there_are_negatives(
+    shape, options, message
+):
+    negative = None if shape is None else torch.rand(shape)
+    with pytest.raises(ValueError, match=message):
+        info_nce_loss(torch.rand(3, 4), torch.rand(3, 4), negative, **options)
+
+
+def test_false_negative_mask_needs_a_bound_and_positives():
+    for size, bounds, name in (((2, 2), {}, "margin"), ((2, 3), {"margin": 0.1}, "positive_mask")):
+        with pytest.raises(ValueError, match=name):
+            false_negative_mask(torch.zeros(size), **bounds)
 
 
 def test_vectors_without_a_dimension_are_all_alike():
     nothing = torch.zeros(4, 0)
     assert info_nce_loss(nothing, nothing).item() == pytest.approx(math.log(4))
-
-
-def test_what_is_no_candidate_hides_its_nan_from_a_decoupled_row():
-    options = {"candidate_mask": torch.tensor([[1, 1, 0]]), "decoupled": True}
-    value, slope = value_and_gradients(
-        lambda scores: info_nce_from_scores(scores, torch.tensor([[1, 0, 0]]), **options),
-        torch.tensor([[1.0, 2.0, torch.nan]]),
-    )
-    assert value == 1.0
-    assert slope.tolist() == [[-1.0, 1.0, 0.0]]
 
 
 @pytest.mark.parametrize("options", [{}, {"decoupled": True}, {"reduction": "none"}])

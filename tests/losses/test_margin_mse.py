@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from sparse_losses.functional import distillation_loss, margin_mse_loss
 from tests.cases import assert_follows_the_formula
-from tests.instruments import value_and_gradients
 from tests.strategies import seeds
 
 
@@ -23,19 +22,6 @@ def test_value_is_the_formula_for_any_number_of_negatives(seed, batch, count, ma
     if masks:
         arrays["candidate_mask"] = rng.random(several) < 0.6
     assert_follows_the_formula("margin_mse", arrays)
-
-
-def test_a_negative_that_is_absent_hides_its_nan_and_has_no_gradient():
-    sp, tp = torch.tensor([1.0, 2.0]), torch.tensor([4.0, 0.5])
-    sn, tn = torch.tensor([[0.0, 3.0], [1.0, torch.nan]]), torch.tensor([[2.0, 1.0], [5.0, 7.0]])
-    mask = torch.tensor([[1, 1], [1, 0]])
-    absent = tn.masked_fill(mask == 0, -torch.inf)
-    for teacher, options in ((tn, {"candidate_mask": mask}), (absent, {})):
-        value, gradient = value_and_gradients(
-            lambda sn, t=teacher, o=options: margin_mse_loss(sp, sn, tp, t, **o), sn
-        )
-        assert value == ((1.0 + 25.0) / 2 + 5.5**2) / 2
-        assert gradient.bool().tolist() == mask.bool().tolist()
 
 
 @pytest.mark.parametrize(

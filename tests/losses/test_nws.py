@@ -143,31 +143,21 @@ def test_a_weight_of_zero_is_no_mask_so_a_nan_key_shows():
     assert nws_loss(**{**inputs, "reduction": "mean"}, beta=0.0, eps=0.0).isnan()
 
 
-def value_and_gradients_of(inputs, **options):
-    names = ("query", "prototype", "temperature")
-
-    def call(*leaves):
-        return nws_loss(**inputs | dict(zip(names, leaves, strict=True)), **options)
-
-    return value_and_gradients(call, *(inputs[name] for name in names))
-
-
-def inputs_of(seed, count=4, batch=7, rows=5):
-    inputs = {**problem(seed, batch=batch, count=count, rows=rows), "reduction": "mean"}
-    for name in ("query_labels", "key_labels", "queue_labels"):
-        inputs[name] = labels(seed + len(name), len(inputs[name]), count, 0.3, filled=False)
-    return {**inputs, "temperature": torch.tensor(0.3, dtype=torch.float64)}
-
-
 def test_the_nan_of_a_row_without_negatives_is_hidden():
     """Decoupled and exact; the other rows have prototypes to compete with."""
-    inputs = inputs_of(0)
-    inputs["query_labels"] = torch.eye(4).long()[[0, 1, 2, 3, 0, 1, 2]]
+    inputs = {**problem(), "reduction": "mean", "eps": 0.0}
+    inputs["query_labels"] = torch.eye(4).long()
     inputs["query_labels"][2] = inputs["key_labels"][:, 0] = inputs["queue_labels"][:, 0] = 1
-    expected = value_and_gradients_of(inputs, eps=0.0)
+    names = ("query", "prototype")
+
+    def call(*leaves):
+        return nws_loss(**inputs | dict(zip(names, leaves, strict=True)))
+
+    expected = value_and_gradients(call, *(inputs[name] for name in names))
     inputs["query"][2] = torch.nan
-    assert all(map(torch.equal, value_and_gradients_of(inputs, eps=0.0), expected))
-    assert expected[1].any(dim=1).tolist() == [row != 2 for row in range(7)]
+    found = value_and_gradients(call, *(inputs[name] for name in names))
+    assert all(map(torch.equal, found, expected))
+    assert expected[1].any(dim=1).tolist() == [row != 2 for row in range(4)]
 
 
 @over_aggregations

@@ -99,9 +99,8 @@ def test_teacher_scores_all_candidates(splade, negative, others):
     torch.testing.assert_close(batch.teacher_anchor_scores, torch.eye(4).double())
     assert batch.teacher_candidates == "batch"
     assert not batch.teacher_scores.requires_grad
-    scored = {**PAIRS, "teacher_scores": torch.eye(4)}
     with pytest.raises(ValueError, match="no `teacher` beside `teacher_scores`"):
-        SpladeBatch.from_columns(splade, scored, teacher=overlap)
+        SpladeBatch.from_columns(splade, {**PAIRS, "teacher_scores": [1.0]}, teacher=overlap)
     with pytest.raises(ValueError, match=r"the teacher's scores as \[4, 4\], got \[4\]"):
         SpladeBatch.from_columns(splade, PAIRS, teacher=lambda query, document: torch.ones(4))
 

@@ -163,7 +163,7 @@ def test_distillation_compares_scaled_scores(similarity, teacher_scale):
 
 
 @pytest.mark.parametrize("negative", ["one", "own"])
-def test_a_teacher_may_score_each_anchors_own_candidates(negative):
+def test_a_teacher_may_score_each_anchors_own_candidates_or_the_positives_alone(negative):
     b = batch(negative)
     teacher = torch.randn(B, 1 + (N if negative == "own" else 1), dtype=torch.float64)
     b = b._replace(teacher_scores=teacher)
@@ -177,15 +177,10 @@ def test_a_teacher_may_score_each_anchors_own_candidates(negative):
         "margin_mse": gaps.square().mean(),
     }
     torch.testing.assert_close(values, expected)
-
-
-def test_a_teacher_may_score_the_positives_alone_beside_negatives():
     teacher = torch.randn(B, B, dtype=torch.float64)
-    b = batch("own")._replace(teacher_scores=teacher)
-    expected = F.distillation_loss(cosines(b.anchor[0], b.positive[0]), teacher)
+    expected = F.distillation_loss(cosines(anchor, positive), teacher)
+    b = b._replace(teacher_scores=teacher)
     torch.testing.assert_close(objective({"distillation": 1.0})(b).total, expected)
-    with pytest.raises(ValueError, match=r"'margin_mse': expected `teacher_negative` .*\[5, 4\]"):
-        objective({"margin_mse": 1.0})(b)
 
 
 def test_teacher_candidates_decide_between_batch_and_own():
@@ -282,8 +277,6 @@ BARE, RAW = Texts(torch.rand(B, V)), torch.rand(B, V)
 WIDE = torch.ones(B, B + N + 1)
 SHORT_MASK = Texts(torch.rand(B, V), torch.zeros(B, 4, dtype=torch.int64), torch.ones(B, 1))
 ALL_SHAPES = rf"\[{B}, {B + N}\] .* or \[{B}, {B}\] .* or \[{B}, {1 + N}\] .*got \[{B}, 2\]"
-ONE_NEGATIVE = {"teacher_scores": torch.randn(B, 1 + N), "teacher_candidates": "own"}
-TWO_SIDES = ONE_NEGATIVE | {"teacher_candidates": "batch"}
 
 
 @pytest.mark.parametrize(
@@ -300,16 +293,13 @@ TWO_SIDES = ONE_NEGATIVE | {"teacher_candidates": "batch"}
         ("margin_mse", "shared", {}, rf"own negatives, got \[{N}, {V}\]"),
         ("triplet_margin", "shared", {}, r"'triplet_margin'.*`negative`"),
         ("distillation", "own", {"teacher_scores": torch.randn(B, 2)}, ALL_SHAPES),
-        ("distillation", "shared", ONE_NEGATIVE, r"\[B, 1 \+ N\] \(own\), .*\[5, 4\] and 'own'"),
-        ("distillation", "own", TWO_SIDES, rf"\[{B}, {B + N}\] \(all\) or \[{B}, {B}\] \(pos"),
+        ("margin_mse", "own", {"teacher_scores": RAW[:, :B]}, r"`teacher_negative` .*\[5, 4\]"),
         ("distillation", "own", {"teacher_candidates": "all"}, "one of 'own', 'batch', None, got"),
         ("context_distillation", None, {"teacher_anchor_scores": torch.ones(B)}, r"\[B, .\], got"),
         ("info_nce", None, {"positive_ids": torch.zeros(B + 1).long()}, "`positive_ids`"),
         ("info_nce", None, {"positive": RAW}, r"`batch.positive` to be Texts\(.*got Tensor"),
-        *(
-            (term, "own", {"candidate_mask": WIDE}, rf"candidate_mask.* \[{B}, {B + N}\]")
-            for term in ("triplet_margin", "distillation", "info_nce")
-        ),
+        ("triplet_margin", "own", {"candidate_mask": WIDE}, rf"candidate_mask.* \[{B}, {B + N}\]"),
+        ("info_nce", "own", {"candidate_mask": WIDE}, rf"candidate_mask.* \[{B}, {B + N}\]"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_an_error(term, negative, change, message):
@@ -327,22 +317,14 @@ def test_a_batch_that_does_not_fit_is_an_error(term, negative, change, message):
         ((torch.ones(()), len), r"weights\['x'\]` to be a number, got Tensor"),
         ((math.nan, len), r"weights\['x'\]` to be"),
         ((1.0, lambda b: b.anchor[0].sum(1)), r"the term 'x': expected .* shape \[\], got \[5\]"),
-        ((1.0, lambda b: 3), "the term 'x': expected .* torch.Tensor, got int"),
         (terms.flops("query"), r"pair of a weight and a term, 'x': \(1\.0, term\), got Term"),
-        ((1.0, 3), "pair of a weight and a term"),
         (lambda: terms.flops("both"), "`side` to be one of"),
         (lambda: (1.0, terms.distillation(score_scale=0.0)), "the term 'x': .*`score_scale`"),
         (lambda: terms.info_nce(sl.InfoNCELoss), "a module that returns one number"),
-        (lambda: terms.flops("query", stopword_ids=["a"]), "to be integers, got 'a'"),
+        (lambda: (1.0, terms.flops("query", stopword_ids=[3, V])), f"V = {V}, got {V}"),
+        (lambda: (1.0, terms.flops("query", stopword_ids=[-1])), f"V = {V}, got -1"),
     ],
 )
 def test_wrong_terms_are_errors(pair, message):
     with pytest.raises((ValueError, TypeError), match=message):
         SpladeObjective({"x": pair if isinstance(pair, tuple | terms.Term) else pair()})(batch())
-
-
-def test_ids_that_are_no_token_of_the_vocabulary_are_refused():
-    for wrong in (-1, V):
-        term = terms.flops("query", stopword_ids=torch.tensor([3, wrong]))
-        with pytest.raises(ValueError, match=f"stopword_ids. in .0, V. with V = {V}, got {wrong}"):
-            SpladeObjective({"x": (1.0, term)})(batch())

@@ -64,21 +64,15 @@ def test_bm25_teacher_is_no_part_of_what_is_saved_or_learned():
     assert torch.equal(copy.deepcopy(teacher)(query, document), teacher(query, document))
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"special_token_ids": [V]}, ValueError, rf"in \[0, V\) with V = {V}, got {V}"),
-        ({"b": 1.5}, ValueError, r"`b` in \[0, 1\], got 1.5"),
-        ({"document_frequency": DocumentFrequency(V)}, ValueError, "at least one document"),
-        ({"document_frequency": counted(MARK)}, ValueError, "`mean_length` .* > 0, got 0.0"),
-    ],
-)
-def test_wrong_settings_are_errors(options, error, message):
+def test_wrong_settings_and_texts_without_tokens_are_errors():
     known = {"document_frequency": counted(column(3)), "special_token_ids": SPECIAL}
-    with pytest.raises(error, match=message):
-        BM25Teacher(**{**known, **options})
-
-
-def test_texts_without_tokens_are_an_error():
-    with pytest.raises(TypeError, match="`document` as a dict of the tensors input_ids and"):
-        BM25Teacher(counted(column(5)))(column(2), {"input_ids": None})
+    for options, message in (
+        ({"special_token_ids": [V]}, rf"in \[0, V\) with V = {V}, got {V}"),
+        ({"b": 1.5}, r"`b` in \[0, 1\], got 1.5"),
+        ({"document_frequency": DocumentFrequency(V)}, "at least one document"),
+        ({"document_frequency": counted(MARK)}, "`mean_length` .* > 0, got 0.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            BM25Teacher(**{**known, **options})
+    with pytest.raises(TypeError, match="`document` as a dict of the tensors"):
+        BM25Teacher(**known)(column(2), {"input_ids": None})

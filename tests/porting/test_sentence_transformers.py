@@ -172,15 +172,6 @@ def test_splade_loss():
     assert_equal(theirs, ours + 0.3 * F.flops_loss(torch.cat(COLUMNS)), *COLUMNS)
 
 
-def test_margin_mse_of_the_objective():
-    theirs = of(losses.SparseMarginMSELoss(None), TEACHER)(*COLUMNS)
-    objective = sl.SpladeObjective({"margin_mse": (1.0, terms.margin_mse(similarity="dot"))})
-    own = sl.Texts(torch.stack(COLUMNS[2:], 1))
-    batch = sl.SpladeBatch(sl.Texts(COLUMNS[0]), sl.Texts(COLUMNS[1]), own, teacher_scores=TEACHER)
-    batch = batch._replace(teacher_candidates="own")  # as many as there are positives
-    assert_equal(theirs, objective(batch).total, *COLUMNS)
-
-
 @pytest.mark.parametrize(
     ("strategy", "margin", "bound"),
     [

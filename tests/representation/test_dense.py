@@ -2,18 +2,18 @@
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForMaskedLM, MPNetConfig, MPNetForMaskedLM
+from transformers import AutoModel, AutoModelForMaskedLM
 
 from sparse_losses import SpladeEncoder
 from tests.representation.tiny_models import (
     ARCHITECTURES,
-    SIZES,
     TEXTS,
     causal_lm,
     load_theirs,
     masked_lm,
     pair,
     reloaded,
+    saved,
     tokenizer,
 )
 
@@ -22,15 +22,8 @@ LONG = [text for text in TEXTS if text] * 3
 
 def dense_folder(architecture, path):
     """The body of a model and its tokenizer, as a dense encoder is saved."""
-    if architecture == "mpnet":
-        words = tokenizer()
-        torch.manual_seed(0)
-        model = MPNetForMaskedLM(MPNetConfig(vocab_size=len(words), **SIZES)).eval()
-    else:
-        model, words = pair(architecture)
-    for part in (model.base_model, words):
-        part.save_pretrained(path)
-    return path
+    model, words = pair(architecture)
+    return saved(path, model.base_model, words)
 
 
 def products(folder, batch):
@@ -48,7 +41,7 @@ def products(folder, batch):
 
 
 @pytest.mark.filterwarnings("ignore:expected")
-@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES, "mpnet"} - {"albert"}))
+@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES} - {"albert"}))
 def test_logits_are_products_with_word_embeddings_and_all_load_them(architecture, tmp_path):
     folder = dense_folder(architecture, tmp_path / "dense")
     encoder = SpladeEncoder.from_dense(folder, LONG, start_active=12)
@@ -120,8 +113,7 @@ def test_trained_heads_and_other_architectures_are_refused(tmp_path):
         "qwen3": causal_lm("qwen3", len(words)).base_model,
     }
     for name, model in models.items():
-        for part in (model, words):
-            part.save_pretrained(tmp_path / name)
+        saved(tmp_path / name, model, words)
     for name, error, message in [
         ("bert", ValueError, "no trained head, got cls.*SpladeEncoder.from_pretrained loads it"),
         ("albert", TypeError, r"a head of one Linear \[8, 8\], as wide as the word embeddings"),

@@ -209,11 +209,7 @@ def test_wrong_parts_and_settings_are_named():
         ({"max_length": 41}, ValueError, "<= 40, the model's positions, got 41"),
         ({"activation": "identity"}, ValueError, "expected `activation` to be one of"),
         ({"importance": "linear"}, ValueError, "expected `importance` to be one of"),
-        (
-            {"expansion": False, "softcap": 2.0},
-            ValueError,
-            "no `softcap` and .* with expansion=False",
-        ),
+        ({"expansion": False, "softcap": 2.0}, ValueError, "no `softcap` and .* with expansion=F"),
         ({"logit_scale": 0.0}, ValueError, "expected `logit_scale` to be a finite number > 0"),
         ({"prune_ratio": 1.0}, ValueError, r"expected `prune_ratio` in \[0, 1\), got 1.0"),
         ({"max_active_dims": 0}, ValueError, "expected `max_active_dims` to be an integer >= 1"),

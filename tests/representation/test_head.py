@@ -21,7 +21,9 @@ from sparse_losses import SpladeHead
 from sparse_losses._core.loss import _as_layer
 from sparse_losses.fast import head_entries, head_packed, head_tiles
 from sparse_losses.functional import splade_head
-from tests.representation import head_oracle as oracle
+from tests import oracles
+from tests.cases import to_tensors
+from tests.instruments import gradients, weigh
 from tests.strategies import seeds
 
 RAGGED = torch.tensor([[1, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 1, 0]])
@@ -45,20 +47,15 @@ def only(*names):
     return pytest.mark.parametrize("head", names, indirect=True)
 
 
-def to_tensors(arrays: dict, dtype: torch.dtype) -> dict:
-    tensors = {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
-    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
-
-
 def example(dtype=torch.float64, vocab=23, width=8, **others) -> dict:
     """Build a call whose logits are exact in fp32, with ragged masks that have holes."""
     rng = np.random.default_rng(7)
     batch, length = RAGGED.shape
     bits = 7 if dtype == torch.bfloat16 else 9
     arrays = {
-        "hidden": oracle.grid(rng, (batch, length, width), bits),
-        "weight": oracle.grid(rng, (vocab, width), bits),
-        "bias": oracle.grid(rng, vocab, bits),
+        "hidden": oracles.grid(rng, (batch, length, width), bits),
+        "weight": oracles.grid(rng, (vocab, width), bits),
+        "bias": oracles.grid(rng, vocab, bits),
         "attention_mask": RAGGED.numpy(),
     }
     return {**to_tensors(arrays, dtype), **others}
@@ -80,18 +77,8 @@ def watch(tensors: dict, *names: str) -> dict:
     return leaves
 
 
-def weigh(out: torch.Tensor) -> torch.Tensor:
-    """Weigh all entries differently, so that a misplaced gradient shows."""
-    return (out * torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).reshape(out.shape)).sum()
-
-
 def weigh_all(out) -> torch.Tensor:
     return sum(map(weigh, out)) if isinstance(out, tuple) else weigh(out)
-
-
-def gradients(value: torch.Tensor, leaves: dict, **options) -> dict:
-    found = torch.autograd.grad(value, list(leaves.values()), **options)
-    return dict(zip(leaves, found, strict=True))
 
 
 def close(actual: dict, expected: dict, rtol: float = 1e-5, atol: float = 2e-5) -> None:
@@ -107,11 +94,11 @@ def problems(draw) -> dict:
     batch, length, vocab, width = (draw(st.integers(1, most)) for most in (4, 9, 40, 12))
     bits, scale = draw(st.sampled_from([(9, 2.0**-6), (1, 1.0)]))
     arrays = {
-        "hidden": oracle.grid(rng, (batch, length, width), bits, scale),
-        "weight": oracle.grid(rng, (vocab, width), bits, scale),
+        "hidden": oracles.grid(rng, (batch, length, width), bits, scale),
+        "weight": oracles.grid(rng, (vocab, width), bits, scale),
     }
     if draw(st.booleans()):
-        arrays["bias"] = oracle.grid(rng, vocab, bits, scale)
+        arrays["bias"] = oracles.grid(rng, vocab, bits, scale)
     if draw(st.booleans()):
         share = draw(st.sampled_from([0.0, 0.4, 0.8]))
         arrays["attention_mask"] = rng.random((batch, length)) < share
@@ -140,7 +127,7 @@ def test_values_and_gradients_are_those_of_the_formula(head, arrays, dtype, retu
     activations, logits = head(**tensors, return_logits=True)
     assert activations.dtype == logits.dtype == dtype
     named = {"mask" if name == "attention_mask" else name: x for name, x in arrays.items()}
-    np.testing.assert_array_equal(logits.detach().numpy(), oracle.logits(**named))
+    np.testing.assert_array_equal(logits.detach().numpy(), oracles.head_logits(**named))
     rounding = 16 * torch.finfo(dtype).eps
     expected = picked(**exact)
     np.testing.assert_allclose(activations.detach(), expected[0].detach(), rtol=rounding)

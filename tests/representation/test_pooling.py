@@ -88,9 +88,7 @@ def test_auto_uses_nonzeros_for_large_texts_that_are_long_or_sparse():
     assert not uses_nonzeros(short, mask)
     assert uses_nonzeros(sparse, mask)
     assert not uses_nonzeros(sparse, mask, return_logits=True)
-    assert not uses_nonzeros(sparse[:, :, :4000], mask)
-    for flag in (False, True):
-        assert uses_nonzeros(torch.randn(3, 64, 1024), torch.ones(3, 64), return_logits=flag)
+    assert uses_nonzeros(torch.randn(3, 64, 1024), torch.ones(3, 64), return_logits=True)
     assert not uses_nonzeros(torch.randn(0, 16, 5000), torch.ones(0, 16))
     masked = torch.arange(16) >= 8  # do not count as active
     logits = torch.where(masked[:, None], 1.0, -torch.rand(3, 16, 5000))

@@ -42,6 +42,7 @@ ARCHITECTURES = {
     "albert": ("Albert", {**SIZES, **IDS, "embedding_size": 8}),
     "electra": ("Electra", {**SIZES, "embedding_size": 16}),
     "deberta-v2": ("DebertaV2", SIZES),
+    "mpnet": ("MPNet", SIZES),
 }
 ISSUE = ("bert", "distilbert", "xlm-roberta", "modernbert")
 
@@ -89,6 +90,16 @@ def tokenizer(kind: str = "unigram") -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokens, **names)
 
 
+def word_level(words, special="pad unk cls sep mask", **options) -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words, with BERT's special tokens before them."""
+    special = {f"{name}_token": f"[{name.upper()}]" for name in special.split()}
+    vocabulary = {token: i for i, token in enumerate([*special.values(), *words])}
+    tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokens.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, **special, **options)
+
+
 KINDS = {"bert": "wordpiece", "distilbert": "wordpiece", "modernbert": "bytes"}
 
 
@@ -116,6 +127,13 @@ def pair(architecture: str, **settings):
     """A model and its tokenizer."""
     words = tokenizer(KINDS.get(architecture, "unigram"))
     return masked_lm(architecture, len(words), **settings), words
+
+
+def saved(folder, *parts) -> str:
+    """Save models and tokenizers in one folder, as others do; return its name."""
+    for part in parts:
+        part.save_pretrained(folder)
+    return str(folder)
 
 
 CAUSAL = {

@@ -270,19 +270,17 @@ def test_memory_is_bounded(target, is_known, monkeypatch):
 
 
 def test_fewer_than_asked_is_a_warning_and_all_are_kept():
-    encoder = make()
+    encoder, data = make(), [(torch.tensor([[[1.0, 2.0, 0.0]]]), torch.ones(1, 1))]
     with pytest.warns(UserWarning, match=r"expected 150 active dimensions a document, got 112\.9"):
         found = calibrate(encoder, DOCUMENTS, 150, **QUIET)
     assert encoder.budgets == {150: (0.0, None)}
     assert found.before == found.after
     with pytest.warns(UserWarning, match=r"expected 140 products of a .*, got .*: all are kept"):
         calibrate(encoder, DOCUMENTS, queries=TEXTS, target_products=140, **QUIET)
-    with pytest.warns(UserWarning, match=r"expected 3 active dimensions a row, got 2: all"):
+    with pytest.warns(UserWarning, match="expected 3 active dimensions a row, got 2: all"):
         assert calibrate_threshold(torch.tensor([[1.0, 2.0, 0.0]]), 3) == 0.0
-    head = SpladeHead(torch.eye(3))
-    data = [(torch.tensor([[[1.0, 2.0, 0.0]]]), torch.ones(1, 1))]
     with pytest.warns(UserWarning, match=r"expected 0.5 products of a .*, got 1 at least"):
-        calibrate(head, data, queries=data, target_products=0.5, **QUIET)
+        calibrate(SpladeHead(torch.eye(3)), data, queries=data, target_products=0.5, **QUIET)
 
 
 @pytest.mark.filterwarnings("error:documents have")
@@ -314,10 +312,8 @@ def test_it_prints_what_it_set_shows_progress_and_restores_modes(capsys):
     found = calibrate(encoder, DOCUMENTS, (5, 9), queries=TEXTS, query_target=3, show_progress=True)
     out, err = capsys.readouterr()
     assert out == f"{found}\n"
-    assert "documents: 112.9 -> 9 dimensions, those above" in out
-    assert "queries: 110.4 -> 3 dimensions" in out
-    assert "0 -> 0 empty" in out
-    assert "for encode(..., active=): 5, 9" in out
+    for words in ("documents: 112.9 -> 9 dim", "queries: 110.4 -> 3 dim", "active=): 5, 9"):
+        assert words in out
     assert "Calibrating: 100%" in err
     assert [module.training for module in encoder.modules()] == modes
     other = copy.deepcopy(encoder).eval()
@@ -345,7 +341,6 @@ def test_nan_counts_for_nothing_and_stays():
         ({"target_active": 0}, "`target_active`"),
         ({"target_active": 151}, "`target_active` from `keep_at_least` = 1 to V = 150, got 151"),
         ({"target_active": 0.5}, "`keep_at_least` = 1 .*, got 0.5"),
-        ({"target_active": []}, r"dimensions or `target_products`, got \[\]"),
         ({"target_active": None}, "dimensions or `target_products`, got "),
         ({"target_products": 1.0}, "dimensions or `target_products`, got "),
         ({"query_target": 3}, "expected `queries`"),

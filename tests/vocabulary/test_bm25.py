@@ -111,31 +111,3 @@ def test_compiles_as_one_graph():
     compiled = torch.compile(score, fullgraph=True, backend="eager")
     for documents in (ids, ids[:, None].expand(2, 2, 3)):
         assert torch.equal(compiled(ids, documents), score(ids, documents))
-
-
-OTHER = torch.ones(3, 2, 3, dtype=int)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"query_attention_mask": torch.ones(2, 4)}, ValueError, "query_attention_mask"),
-        ({"document_input_ids": OTHER, "document_attention_mask": OTHER}, ValueError, "B = 2 from"),
-        ({"idf": torch.arange(V)}, TypeError, "`idf` to be floating point"),
-        ({"query_input_ids": torch.full((2, 3), V)}, ValueError, "query_input_ids.*V = 7, got 7"),
-        ({"ignore_token_ids": [V]}, ValueError, "ignore_token_ids"),
-        ({"mean_length": 0}, ValueError, "mean_length"),
-        ({"b": 1.1}, ValueError, r"`b` in \[0, 1\], got 1.1"),
-    ],
-)
-def test_wrong_inputs_are_named(changes, error, message):
-    inputs = {
-        "query_input_ids": torch.ones(2, 3, dtype=int),
-        "query_attention_mask": torch.ones(2, 3),
-        "document_input_ids": torch.ones(3, 3, dtype=int),
-        "document_attention_mask": torch.ones(3, 3),
-        "idf": IDF,
-        "mean_length": 2.0,
-    }
-    with pytest.raises(error, match=message):
-        bm25_scores(**inputs | changes)

@@ -68,17 +68,11 @@ def test_mean_length_counts_attended_tokens_with_repeats_and_needs_a_document():
         counter.idf("plain")
 
 
-@pytest.mark.parametrize(
-    ("other", "name"),
-    [
-        (DocumentFrequency(V + 1, tokenizer_sha256="a"), "vocab_size"),
-        (DocumentFrequency(V, tokenizer_sha256="b"), "tokenizer_sha256"),
-        (DocumentFrequency(V), "tokenizer_sha256"),
-    ],
-)
-def test_merge_refuses_another_vocabulary(other, name):
+@pytest.mark.parametrize(("size", "sha"), [(V + 1, "a"), (V, "b"), (V, None)])
+def test_merge_refuses_another_vocabulary(size, sha):
+    name = "vocab_size" if size > V else "tokenizer_sha256"
     with pytest.raises(ValueError, match=f"equal `{name}` to merge"):
-        DocumentFrequency(V, tokenizer_sha256="a").merge(other)
+        counted(tokenizer_sha256="a").merge(DocumentFrequency(size, tokenizer_sha256=sha))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16])
@@ -142,22 +136,13 @@ def _archive(**changes):
     return {name: value for name, value in arrays.items() if value is not None}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"df": None},
-        {"vocab_size": 3},
-        {"df": np.zeros(2)},
-        {"df": np.array([0, 4])},
-        {"df": np.array([0, -1])},
-        {"df": np.array([{}, {}], dtype=object)},
-        {"num_tokens": -7},
-        {"num_tokens": 3, "df": np.array([2, 2])},
-        {"num_documents": 1.5},
-        {"num_documents": -1},
-        {"vocab_size": 2.0},
-    ],
-)
+OTHERS = [{"df": df} for df in (None, np.zeros(2), np.array([0, 4]), np.array([0, -1]))]
+OTHERS += [{"df": np.array([{}, {}], dtype=object)}, {"num_tokens": 3, "df": np.array([2, 2])}]
+OTHERS += [{"num_tokens": -7}, {"num_documents": 1.5}, {"num_documents": -1}]
+OTHERS += [{"vocab_size": 3}, {"vocab_size": 2.0}]
+
+
+@pytest.mark.parametrize("changes", OTHERS)
 def test_other_archives_are_refused(tmp_path, changes):
     np.savez(tmp_path / "other.npz", **_archive(**changes))
     with pytest.raises(ValueError, match=r"other\.npz is not a DocumentFrequency file"):

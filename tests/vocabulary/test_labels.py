@@ -62,17 +62,3 @@ def test_any_dtype_of_labels_gives_the_double_result_in_single_precision(method,
     assert got.dtype == torch.float32
     assert torch.equal(got, label_similarity(labels.double(), method=method).float())
     assert got[0, 1] > 0
-
-
-@pytest.mark.parametrize(
-    ("labels", "options", "error", "message"),
-    [
-        (torch.ones(3), {}, ValueError, r"`labels` of shape \[N, L\], got \[3\]"),
-        *((torch.eye(2) * x, {}, ValueError, f"0 or 1, got {x}") for x in (0.5, -1.0, math.nan)),
-        ([[1, 0]], {}, TypeError, "labels"),
-        (torch.eye(2), {"method": "pmi"}, ValueError, "'npmi', 'jaccard', got 'pmi'"),
-    ],
-)
-def test_wrong_arguments_are_named(labels, options, error, message):
-    with pytest.raises(error, match=message):
-        label_similarity(labels, **options)

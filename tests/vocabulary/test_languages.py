@@ -132,19 +132,6 @@ def test_byte_level_is_known_by_its_alphabet_where_nothing_is_marked():
     assert kept(vocabulary, "Hangul", allow_common=False)[-1] == vocabulary[-1]
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "scripts", "error", "message"),
-    [
-        (["a"], ["Latin", "Hangeul"], ValueError, "`scripts` .*, got 'Hangeul'"),
-        (["a"], "Hangul", TypeError, "`scripts`.*'Hangul'"),
-        (3, ["Latin"], TypeError, "`tokenizer`"),
-    ],
-)
-def test_wrong_arguments_are_named(tokenizer, scripts, error, message):
-    with pytest.raises(error, match=message):
-        language_token_ids(tokenizer, scripts)
-
-
 def test_added_tokens_are_kept_by_their_text_and_special_ones_are_not():
     tk, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
     tokenizer = tk.Tokenizer(tk.models.BPE({c: i for i, c in enumerate(ALPHABET)}, []))

@@ -90,44 +90,6 @@ def test_ids_may_come_in_any_form_and_repeat(make):
         assert language_penalty(5, **options).tolist() == [100, 0, 100, 0, 100]
 
 
-@pytest.mark.parametrize(
-    ("bad", "error", "message"),
-    [
-        ([1, 5], ValueError, "V = 5, got 5"),
-        (torch.tensor([-1]), ValueError, "got -1"),
-        ("ab", TypeError, ""),
-    ],
-)
-def test_ids_that_are_no_token_ids_are_named(bad, error, message):
-    for function, first, name in (
-        (idf_penalty, IDF, "special_token_ids"),
-        (idf_penalty, IDF, "stopword_ids"),
-        (language_penalty, 5, "allowed_ids"),
-    ):
-        with pytest.raises(error, match=rf"{name}`.*{message}"):
-            function(first, **{name: bad})
-
-
-@pytest.mark.parametrize(
-    ("function", "first", "options", "error", "name"),
-    [
-        (idf_penalty, torch.ones(2, 3), {}, ValueError, "idf"),
-        (idf_penalty, torch.ones(3).long(), {}, TypeError, "idf"),
-        *(
-            (idf_penalty, IDF + x, {}, ValueError, "`idf` to be finite")
-            for x in (math.nan, math.inf)
-        ),
-        (idf_penalty, IDF, {"shape": "quadratic"}, ValueError, "'exponential', 'linear'"),
-        (idf_penalty, IDF, {"minimum": 1.5}, ValueError, "minimum"),
-        (language_penalty, 0, {"allowed_ids": []}, ValueError, "vocab_size"),
-        (language_penalty, 3, {"allowed_ids": [], "penalty": -1.0}, ValueError, "penalty"),
-    ],
-)
-def test_wrong_arguments_are_named(function, first, options, error, name):
-    with pytest.raises(error, match=name):
-        function(first, **options)
-
-
 @given(st.data(), st.integers(1, 8), st.floats(0, 1000, width=32))
 def test_language_penalty_is_zero_for_allowed_and_special_tokens_only(data, size, penalty):
     allowed, special = data.draw(ids_below(size)), data.draw(ids_below(size))

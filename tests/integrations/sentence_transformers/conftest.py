@@ -5,16 +5,12 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
 from tests.integrations.sentence_transformers.runs import NO_DROPOUT, sparse_encoder
-from tests.representation.tiny_models import masked_lm, tokenizer
+from tests.representation.tiny_models import pair, saved
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    words = tokenizer("wordpiece")
-    masked_lm("bert", len(words), **NO_DROPOUT).save_pretrained(path)
-    words.save_pretrained(path)
-    return str(path)
+    return saved(tmp_path_factory.mktemp("tiny"), *pair("bert", **NO_DROPOUT))
 
 
 @pytest.fixture

@@ -126,33 +126,17 @@ def test_learned_parameters_of_a_dict_of_losses_are_resumed(sparse, tmp_path):
     runs.assert_same_weights(same, model, rtol=0, atol=0)
 
 
-def test_model_card_describes_the_loss(sparse, tmp_path):
-    model = sparse()
-    loss = SentenceTransformersLoss(model, runs.objective(), mini_batch_size=7)
-    data = runs.dataset(4, runs.SCORES)
-    runs.train(model, loss, data, tmp_path, max_steps=1).create_model_card()
-    card = (tmp_path / "README.md").read_text("utf-8")
-    name = "sparse_losses.integrations.sentence_transformers.loss.SentenceTransformersLoss"
-    for text in (name, "document_self_reconstruction", '"mini_batch_size": "7"', "InfoNCELoss("):
-        assert text in card, text
-
-
 WRONG = [
-    (torch.nn.MSELoss(), {}, TypeError, "SpladeObjective, .* of one number, got MSELoss"),
-    (sl.InfoNCELoss(reduction="none"), {}, TypeError, "reduction='none'"),
-    (
-        sl.FlopsLoss(),
-        {"labels_are_ids": True},
-        ValueError,
-        r"of FlopsLoss \(\(\)\), got \['labels_a",
-    ),
-    (sl.NWSLoss(None), {}, ValueError, r"NWSLoss \(\('prototype',\)\), got \[\]"),
+    (torch.nn.MSELoss(), {}, "SpladeObjective, .* of one number, got MSELoss"),
+    (sl.InfoNCELoss(reduction="none"), {}, "reduction='none'"),
+    (sl.FlopsLoss(), {"labels_are_ids": True}, r"of FlopsLoss \(\(\)\), got \['labels_a"),
+    (sl.NWSLoss(None), {}, r"NWSLoss \(\('prototype',\)\), got \[\]"),
 ]
 
 
-@pytest.mark.parametrize(("loss", "options", "error", "message"), WRONG)
-def test_wrong_options_are_errors(loss, options, error, message, sparse):
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("loss", "options", "message"), WRONG)
+def test_wrong_options_are_errors(loss, options, message, sparse):
+    with pytest.raises((TypeError, ValueError), match=message):
         SentenceTransformersLoss(sparse(), loss, **options)
 
 
@@ -160,14 +144,11 @@ DISTILLED = sl.SpladeObjective({"distillation": (1.0, terms.distillation())})
 UNFIT = [
     (sl.InfoNCELoss(), 1, None, "InfoNCELoss expected 2 columns or more, got 1"),
     (sl.InfoNCELoss(), 2, torch.arange(6), r"InfoNCELoss .*`labels_are_ids=True`.* got labels \[6"),
-    (sl.InfoNCELoss(), 3, runs.SCORES[:6, :2], "InfoNCELoss expected labels alone with"),
     (sl.TripletMarginLoss(), 3, torch.rand(6), "TripletMarginLoss expected labels alone with"),
-    (sl.MarginMSELoss(), 3, None, r"labels as \[\[6, 2\]\], got None"),
     (sl.DistillationLoss(), 3, runs.SCORES[:6], r"labels as \[\[6, 2\]\], got \[6, 3\]"),
     (sl.PairwiseContrastiveLoss(), 2, None, "same"),
     (sl.PairwiseContrastiveLoss(), 3, runs.SAME[:6], "B = 6"),
     (sl.SelfReconstructionLoss(), 2, None, "input_ids"),
-    (DISTILLED, 3, runs.SCORES[:6], r"SpladeObjective expected labels as \[\[6, 2\]\]"),
     (DISTILLED, 3, None, "teacher_scores"),
 ]
 
