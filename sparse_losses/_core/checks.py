@@ -228,6 +228,7 @@ def values_can_be_checked(tensor: Tensor) -> bool:
     """Whether the values of ``tensor`` can be read without a device sync or a graph break."""
     return (
         not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         and type(tensor) in (Tensor, nn.Parameter)  # a subclass may have no values
         and tensor.is_cpu
         and not transforms_are_active()

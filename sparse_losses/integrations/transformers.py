@@ -30,10 +30,11 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
     """A callback for trainers of transformers and sentence-transformers: state, log, calibration.
 
     Checkpoints have the states of the schedules and the learned parameters of ``loss``, and
-    ``resume_from_checkpoint`` restores them. On several processes these parameters start alike and
-    their gradients are averaged; make the encoder the trainer's model. The log has the terms of
-    every ``SpladeObjective``, without weights, and the diagnostics. At the end ``calibrate`` runs,
-    if its arguments are given; the checkpoints are not calibrated.
+    ``resume_from_checkpoint`` restores them. A run that begins again before its end, as with
+    ``auto_find_batch_size``, starts its schedules anew. On several processes these parameters start
+    alike and their gradients are averaged; make the encoder the trainer's model. The log has the
+    terms of every ``SpladeObjective``, without weights, and the diagnostics. At the end
+    ``calibrate`` runs, if its arguments are given; the checkpoints are not calibrated.
 
     Args:
         *schedules: each a ``TrainingSchedule``, or another object with ``attach(optimizer)``,

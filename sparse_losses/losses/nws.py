@@ -141,9 +141,11 @@ def nws_loss(
     features, labels = [prototype[:0].detach()], [y[:0]]
     if key is not None and key_labels is not None:
         features.append(gather_rows(key, gather))
-        labels.append(gather_rows(key_labels.to(y), gather))
+        labels.append(gather_rows(key_labels != 0) if gather else key_labels)
     if queue is not None and queue_labels is not None:
-        is_filled = queue.any(-1) | queue_labels.any(-1) if queue_mask is None else queue_mask
+        is_filled = queue_mask
+        if is_filled is None:  # uint8 alone has an `any` of its own dtype
+            is_filled = queue.any(-1) | queue_labels.any(-1).bool()
         is_empty = ~is_filled[:, None]
         features.append(queue.masked_fill(is_empty, 0))
         labels.append(queue_labels.masked_fill(is_empty, 0))

@@ -4,6 +4,8 @@ import hashlib
 import json
 import math
 import os
+import shutil
+import uuid
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -129,10 +131,16 @@ class DocumentFrequency:
         arrays: dict[str, Any] = {n: np.int64(x) for n, x in numbers.items() if x is not None}
         arrays |= {"df": self.df.numpy(), "tokenizer_sha256": np.str_(self.tokenizer_sha256 or "")}
         target = Path(os.path.realpath(path))
-        unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+        if target.exists() and not target.is_file():  # root would replace /dev/null for everybody
+            raise ValueError(f"expected {path} to be a regular file or a new one")
+        unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
         try:
-            with unfinished.open("wb") as file:  # to its name, NumPy would append .npz
+            with unfinished.open("xb") as file:  # to its name, NumPy would append .npz
                 np.savez_compressed(file, **arrays)
+                file.flush()
+                os.fsync(file)  # or a power cut could leave an empty file under the name
+            if target.exists():
+                shutil.copymode(target, unfinished)
             unfinished.replace(target)
         finally:
             unfinished.unlink(missing_ok=True)

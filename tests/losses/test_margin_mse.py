@@ -72,3 +72,15 @@ def test_plus_infinity_of_the_teacher_is_not_hidden():
     sp, sn, tp, tn = draw(0)
     tp[0] = torch.inf
     assert margin_mse_loss(sp, sn, tp, tn) == torch.inf
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of sizes, which are compared
+@pytest.mark.parametrize("loss", [margin_mse_loss, distillation_loss])
+def test_a_trace_without_gaps_masks_later_ones(loss):
+    scores = torch.rand(4, 3), torch.rand(4, 3)
+    if loss is margin_mse_loss:
+        scores = scores[0][:, 0], scores[0], scores[1][:, 0], scores[1]
+    mask, all_there = torch.rand(4, 3) < 0.5, torch.ones(4, 3, dtype=torch.bool)
+    traced = torch.jit.trace(lambda mask: loss(*scores, candidate_mask=mask), (all_there,))
+    for each in (all_there, mask):
+        torch.testing.assert_close(traced(each), loss(*scores, candidate_mask=each))

@@ -172,6 +172,15 @@ def test_queries_by_references_by_labels_are_never_held(aggregation):
     assert seen.largest < 16 * references * 48 / 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.bfloat16], ids=str)
+def test_labels_have_any_dtype(dtype):
+    inputs = problem()
+    expected = nws_loss(**inputs)
+    for name in ("query_labels", "key_labels", "queue_labels"):
+        inputs[name] = inputs[name].to(dtype)
+        torch.testing.assert_close(nws_loss(**inputs), expected)
+
+
 @pytest.mark.parametrize("wrong", [100.0, -5.0, torch.nan, torch.inf])
 def test_unchecked_labels_are_no_index_out_of_range(wrong):
     """An accelerator would stop at it, long after."""

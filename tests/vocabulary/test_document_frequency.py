@@ -102,6 +102,16 @@ def test_idf_is_the_formula_for_every_token(docs):
     assert counter.idf().dtype == counter.idf("standard").dtype == torch.float64
 
 
+def test_a_saved_file_keeps_its_mode_and_only_files_are_replaced(tmp_path):
+    path = tmp_path / "counts"
+    counted([[1, 2]]).save(path)
+    path.chmod(0o600)
+    counted([[1]]).save(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ValueError, match="to be a regular file or a new one"):
+        counted([[1]]).save(tmp_path)
+
+
 def test_error_while_saving_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     path = tmp_path / "counts"
     counted([[1, 2]]).save(path)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import sparse_losses as sl
-import sparse_losses.functional as F
 from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
 from sparse_losses.objective import terms
 from tests.distributed.ranks import run_ranks
@@ -24,34 +23,46 @@ class Given(torch.nn.Module):
 
 
 def softmax(in_batch, shared):
-    """InfoNCE of the dot products with every document of the batch, ``[B, B, 1 + N]``."""
+    """The mean of ``-log p`` of the positive among the candidates of a row, dot products."""
 
     def value(vectors, ids):
         scores = torch.einsum("iv,cjv->ijc", vectors[0], torch.stack(vectors[1:]))
-        own, first = torch.eye(B).bool()[..., None], torch.arange(1 + N) == 0
-        negative = ids != ids[:, :1, None]
-        negative = negative & ((own & ~first) | (~own & in_batch & (first | shared)))
-        positive, kept = own & first, (own & first) | negative
-        mask = {"candidate_mask": kept.flatten(1)}
-        return F.info_nce_from_scores(scores.flatten(1), positive.flatten(1), **mask)
+        rows = []
+        for i in range(B):
+            negatives = [(i, c) for c in range(1, 1 + N)]
+            of_others = range(1 + N) if shared else [0]
+            negatives += [(j, c) for j in range(B) for c in of_others if j != i and in_batch]
+            kept = [scores[i, j, c] for j, c in negatives if ids[j, c] != ids[i, 0]]
+            rows.append(torch.stack([scores[i, i, 0], *kept]).logsumexp(0) - scores[i, i, 0])
+        return torch.stack(rows).mean()
 
     return value
 
 
-def triplet(vectors, ids):
-    mask = {"candidate_mask": ids[:, 1:] != ids[:, :1]}
-    return TRIPLET(*vectors[:2], torch.stack(vectors[2:], 1), **mask)
+def of_rows(row, candidates=None):
+    """The mean over the rows that have negatives, of a row's own scores and labels."""
+
+    def value(vectors, labels):
+        scores = torch.einsum("iv,civ->ic", vectors[0], torch.stack(vectors[1:]))
+        own = candidates or [[0, *(x != x[0]).nonzero()[:, 0].tolist()] for x in labels]
+        values = [row(scores[i, x], labels[i, x]) for i, x in enumerate(own) if len(x) > 1]
+        return torch.stack(values).mean()
+
+    return value
 
 
-def of_own(loss):
-    """The loss of each row's own scores, and of a teacher's."""
-    return lambda vectors, teacher: loss(
-        torch.einsum("iv,civ->ic", vectors[0], torch.stack(vectors[1:])), teacher
-    )
+def hinge(s, _):
+    return (0.3 + s[1:] - s[0]).relu().mean()
 
 
-margin_mse = of_own(lambda s, t: F.margin_mse_loss(s[:, 0], s[:, 1:], t[:, 0], t[:, 1:]))
-ranknet = of_own(F.ranknet_loss)
+def ordered(s, t):
+    return torch.stack(
+        [(s[b] - s[a]).exp().log1p() for a in range(len(s)) for b in range(len(s)) if t[a] > t[b]]
+    ).mean()
+
+
+def error(s, t):
+    return (s[0] - s[1:] - t[0] + t[1:]).square().mean()
 
 
 def objective(term):
@@ -65,12 +76,12 @@ TRIPLET, RANKNET = sl.TripletMarginLoss(similarity="dot"), terms.ranknet(similar
 CASES = {
     "info_nce": (INFO_NCE, softmax(True, True), True),
     "info_nce of own": (OWN, softmax(False, False), True),
-    "triplet_margin": (TRIPLET, triplet, True),
-    "margin_mse": (sl.MarginMSELoss(), margin_mse, False),
-    "ranknet": (sl.RankNetLoss(), ranknet, False),
+    "triplet_margin": (TRIPLET, of_rows(hinge), True),
+    "margin_mse": (sl.MarginMSELoss(), of_rows(error, CANDIDATES), False),
+    "ranknet": (sl.RankNetLoss(), of_rows(ordered, CANDIDATES), False),
     "objective, info_nce": (objective(terms.info_nce(INFO_NCE)), softmax(True, False), True),
-    "objective, triplet": (objective(terms.triplet_margin(TRIPLET)), triplet, True),
-    "objective, ranknet": (objective(RANKNET), ranknet, False),
+    "objective, triplet": (objective(terms.triplet_margin(TRIPLET)), of_rows(hinge), True),
+    "objective, ranknet": (objective(RANKNET), of_rows(ordered, CANDIDATES), False),
 }
 
 

@@ -126,6 +126,17 @@ def test_learned_parameters_of_a_dict_of_losses_are_resumed(sparse, tmp_path):
     runs.assert_same_weights(same, model, rtol=0, atol=0)
 
 
+def test_model_card_describes_the_loss(sparse, tmp_path):
+    model = sparse()
+    loss = SentenceTransformersLoss(model, runs.objective(), mini_batch_size=7)
+    data = runs.dataset(4, runs.SCORES)
+    runs.train(model, loss, data, tmp_path, max_steps=1).create_model_card()
+    card = (tmp_path / "README.md").read_text("utf-8")
+    name = "sparse_losses.integrations.sentence_transformers.loss.SentenceTransformersLoss"
+    for text in (name, "document_self_reconstruction", '"mini_batch_size": "7"', "InfoNCELoss("):
+        assert text in card, text
+
+
 WRONG = [
     (torch.nn.MSELoss(), {}, "SpladeObjective, .* of one number, got MSELoss"),
     (sl.InfoNCELoss(reduction="none"), {}, "reduction='none'"),
