@@ -181,6 +181,16 @@ def test_labels_have_any_dtype(dtype):
         torch.testing.assert_close(nws_loss(**inputs), expected)
 
 
+@pytest.mark.parametrize("count", [1, 126, 127, 300])
+def test_the_largest_of_any_number_of_labels(count):
+    """In fp32 a product of powers tells 126 of them apart."""
+    values, hot = draw(0, 4, count).float(), labels(1, 5, count, 0.02, filled=False)
+    hot[0], hot[1] = 0, 1
+    expected = [[max([0.0, *row[y > 0].tolist()]) for y in hot] for row in values]
+    found = _largest_of_labels(values, hot.float())
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("wrong", [100.0, -5.0, torch.nan, torch.inf])
 def test_unchecked_labels_are_no_index_out_of_range(wrong):
     """An accelerator would stop at it, long after."""
