@@ -17,11 +17,7 @@ from sparse_losses.losses.positive_activation import positive_activation_loss
 from sparse_losses.losses.ranknet import ranknet_loss
 from sparse_losses.losses.self_reconstruction import self_reconstruction_loss
 from sparse_losses.losses.triplet_margin import triplet_margin_loss
-from sparse_losses.metrics import (
-    context_overlap,
-    mutual_information_lower_bound,
-    recall_at_k,
-)
+from sparse_losses.metrics import context_overlap, mutual_information_lower_bound, recall_at_k
 from sparse_losses.objective.diagnostics import gradient_report
 from sparse_losses.queue import LabelQueue
 from sparse_losses.representation.head import splade_head

@@ -9,13 +9,7 @@ from torch import Tensor
 
 from sparse_losses._core.checks import check_integer, check_shapes
 from sparse_losses._core.precision import compute_dtype, widest_dtype
-from sparse_losses._core.token_ids import (
-    TokenIds,
-    as_mask,
-    attended_ids,
-    distinct_ids,
-    id_mask,
-)
+from sparse_losses._core.token_ids import TokenIds, as_mask, attended_ids, distinct_ids, id_mask
 from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ranks
 from sparse_losses.objective.batch import SpladeBatch, Texts
 from sparse_losses.objective.objective import SpladeObjective

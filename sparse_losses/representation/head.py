@@ -33,12 +33,7 @@ from sparse_losses.fast.head_entries import Inputs, csr_head, operand_type
 from sparse_losses.fast.head_packed import packed_entries
 from sparse_losses.fast.head_tiles import tiled_entries
 from sparse_losses.representation._language_model import head_of, projection_of, unwrapped
-from sparse_losses.representation.scale import (
-    SELF_DOT,
-    measured_scale,
-    multiply,
-    scaled_parameters,
-)
+from sparse_losses.representation.scale import SELF_DOT, measured_scale, multiply, scaled_parameters
 
 Impl = Literal["auto", "definition", "packed", "tiles"]
 

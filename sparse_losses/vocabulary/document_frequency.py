@@ -146,22 +146,30 @@ class DocumentFrequency:
             unfinished.unlink(missing_ok=True)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, tokenizer: Any = None) -> Self:
+    def load(
+        cls, path: str | os.PathLike[str], *, tokenizer: Any = None, vocab_size: int | None = None
+    ) -> Self:
         """Load a file written by ``save``, without unpickling.
 
-        Impossible numbers are refused, and counts of another ``tokenizer`` (with ``get_vocab()``).
+        Impossible numbers are refused, and counts of another ``tokenizer`` (with ``get_vocab()``)
+        or ``vocab_size``, before the counts are unpacked.
         """
         sha256 = None if tokenizer is None else tokenizer_sha256(tokenizer)
         with open(path, "rb") as file:
             try:
                 archive = np.load(file, allow_pickle=False)
+                size = int(archive["vocab_size"])
+                if vocab_size not in (None, size):
+                    raise ValueError(f"expected vocab_size = {vocab_size}, got {size}")
+                if archive.zip.getinfo("df.npy").file_size > 8 * size + 1024:  # with its header
+                    raise ValueError(f"its `df` has more than {size} counts")
                 if archive.zip.testzip() is not None:
                     raise ValueError("its checksum is wrong")
                 numbers = {name: archive[name].item() for name in NUMBERS if name in archive}
                 for name, number in numbers.items():
                     check_integer(name, number, minimum=0)
                 counter = cls(numbers["vocab_size"])
-                counter.tokenizer_sha256 = str(archive["tokenizer_sha256"]) or None
+                counter.tokenizer_sha256 = str(archive["tokenizer_sha256"].item()) or None
                 counter.num_documents = numbers["num_documents"]
                 counter.num_tokens = numbers.get("num_tokens")  # old files have none
                 df = counter.df = torch.from_numpy(archive["df"])

@@ -149,7 +149,8 @@ def _archive(**changes):
 OTHERS = [{"df": df} for df in (None, np.zeros(2), np.array([0, 4]), np.array([0, -1]))]
 OTHERS += [{"df": np.array([{}, {}], dtype=object)}, {"num_tokens": 3, "df": np.array([2, 2])}]
 OTHERS += [{"num_tokens": -7}, {"num_documents": 1.5}, {"num_documents": -1}]
-OTHERS += [{"vocab_size": 3}, {"vocab_size": 2.0}]
+OTHERS += [{"vocab_size": 3}, {"vocab_size": 2.0}, {"df": np.zeros(1000, np.int64)}]
+OTHERS += [{"tokenizer_sha256": np.zeros(3)}]
 
 
 @pytest.mark.parametrize("changes", OTHERS)
@@ -157,6 +158,13 @@ def test_other_archives_are_refused(tmp_path, changes):
     np.savez(tmp_path / "other.npz", **_archive(**changes))
     with pytest.raises(ValueError, match=r"other\.npz is not a DocumentFrequency file"):
         DocumentFrequency.load(tmp_path / "other.npz")
+
+
+def test_counts_of_another_size_are_refused(tmp_path):
+    counted([[1, 2]]).save(tmp_path / "counts.npz")
+    assert DocumentFrequency.load(tmp_path / "counts.npz", vocab_size=V).vocab_size == V
+    with pytest.raises(ValueError, match=f"expected vocab_size = 9, got {V}"):
+        DocumentFrequency.load(tmp_path / "counts.npz", vocab_size=9)
 
 
 def test_it_counts_whatever_the_default_device(tmp_path):

@@ -10,11 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sparse_losses._core.checks import check_choice, check_number
 from sparse_losses._core.extras import from_extra
-from sparse_losses.representation._language_model import (
-    projection_of,
-    unwrapped,
-    warn_of_adapters,
-)
+from sparse_losses.representation._language_model import projection_of, unwrapped, warn_of_adapters
 from sparse_losses.representation.head import SpladeHead
 from sparse_losses.representation.scale import multiply, scaled_parameters
 
