@@ -77,8 +77,9 @@ def projection_of(model: Any) -> Any:
         is_used = layer.active_adapters and not layer.disable_adapters
         copies, original = layer.modules_to_save, layer.original_module
         layer = copies[layer.active_adapters[0]] if is_used else original
-    rows = getattr(layer, "out_features", None)
-    if rows not in (None, getattr(model.config.get_text_config(), "vocab_size", rows)):
+    config, rows = model.config.get_text_config(), getattr(layer, "out_features", None)
+    # Of a resized layer, transformers 5.0 leaves `out_features` as it was.
+    if rows is not None and getattr(config, "vocab_size", rows) not in (rows, len(layer.weight)):
         for module in model.modules():  # DeBERTa names another layer, beside the logits' bias
             bias = getattr(module, "bias", None)
             if layer in module.children() and isinstance(bias, Tensor) and len(bias) != rows:

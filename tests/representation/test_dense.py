@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from sparse_losses import SpladeEncoder
+from tests.representation.test_encoder_models import BOTH_WAYS
 from tests.representation.tiny_models import (
     ARCHITECTURES,
     TEXTS,
@@ -120,4 +121,4 @@ def test_trained_heads_and_other_architectures_are_refused(tmp_path):
         ("qwen3", TypeError, "got no layers in Qwen3ForCausalLM"),
     ]:
         with pytest.raises(error, match=message):
-            SpladeEncoder.from_dense(tmp_path / name, LONG)
+            SpladeEncoder.from_dense(tmp_path / name, LONG, bidirectional=BOTH_WAYS)

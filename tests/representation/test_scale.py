@@ -86,6 +86,8 @@ def test_compiled_and_resumed_it_is_the_same(kind):
         weights = nn.Parameter(torch.randn(50, 8)), nn.Parameter(torch.randn(50))
         module, data = SpladeHead(*weights, logit_scale="auto"), (torch.randn(4, 3, 8),)
     else:
+        if not BOTH_WAYS:
+            pytest.skip("Dynamo of PyTorch 2.6 cannot trace this older transformers")
         module = calm(make(logit_scale="auto")).train()
         data = tuple(module.tokenize(TEXTS).values())
     other, resumed = copy.deepcopy(module), copy.deepcopy(module)

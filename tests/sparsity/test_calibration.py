@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as hnp
 from sparse_losses import SpladeEncoder, SpladeHead, calibrate, calibrate_threshold
 from sparse_losses.functional import splade_pool
 from sparse_losses.sparsity import entries
+from tests.representation.test_encoder_models import BOTH_WAYS
 from tests.representation.tiny_models import (
     CORPUS,
     TEXTS,
@@ -137,7 +138,8 @@ def encoder_of(kind):
     if kind != "decoder":
         return make(**ENCODERS[kind])
     words = tokenizer("bytes")
-    return SpladeEncoder(causal_lm("gemma2", len(words)), words, logit_scale=0.5).eval()
+    options = {"logit_scale": 0.5, "bidirectional": BOTH_WAYS}
+    return SpladeEncoder(causal_lm("gemma2", len(words)), words, **options).eval()
 
 
 def bias_of(encoder):
