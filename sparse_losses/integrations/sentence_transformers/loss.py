@@ -82,7 +82,8 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         received = [option for option, x in given.items() if x is not None]
         received += ["labels_are_ids"] if labels_are_ids else []
         if {*received} - {*used} or ("prototype" in used and prototype is None):
-            raise ValueError(f"expected options of {name} ({used}), got {received}")
+            hint = ": a teacher is for a SpladeObjective" if "teacher" in received else ""
+            raise ValueError(f"expected options of {name} ({used}), got {received}{hint}")
         self.model = model  # the trainer replaces it by the compiled or distributed model
         self.loss, self.labels_are_ids = loss, labels_are_ids
         self.mini_batch_size, self.uses_gradient_cache = mini_batch_size, bool(mini_batch_size)
