@@ -59,8 +59,10 @@ near = functools.partial(torch.testing.assert_close, atol=2e-5, rtol=1e-4)
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
 @pytest.mark.parametrize("padding_side", ["left", "right"])
-def test_vectors_are_those_of_transformers(encoder, expected, batch_size, padding_side):
-    encoder.tokenizer.padding_side = padding_side
+def test_vectors_are_those_of_transformers(
+    encoder, expected, batch_size, padding_side, monkeypatch
+):
+    monkeypatch.setattr(encoder.tokenizer, "padding_side", padding_side)
     vectors = dense(encoder, TEXTS, batch_size=batch_size)
     near(vectors, expected)
     assert (vectors > 0).any(1).all()
