@@ -176,6 +176,13 @@ def nws_loss(
     is_unused, unit = is_void.all(), normalize(query.masked_fill(is_void, 0.0))
     units = [normalize(x.masked_fill(is_unused, 0.0)) for x in (prototype, torch.cat(features))]
     s = torch.cat([unit @ x.T for x in units], dim=1) / temperature
+    terms = _terms(s, a, is_empty, eps, decoupled)
+    values, is_void = (w * terms).sum(-1) / (count[:, 0] + eps), is_void[:, 0]
+    return reduce(values.masked_fill(is_void, 0.0), reduction, ~is_void, gather, zeroed=True)
+
+
+def _terms(s: Tensor, a: Tensor, is_empty: Tensor | None, eps: float, decoupled: bool) -> Tensor:
+    """Return minus the logarithm of every reference's share of the denominator ``[B, R]``."""
     # What is absent from a sum gets a score far below: finite, and a NaN of weight 0 stays a NaN.
     far = torch.finfo(s.dtype).max / 8
     s = s if is_empty is None else s.add(is_empty, alpha=-far)
@@ -187,12 +194,9 @@ def nws_loss(
         weighted = torch.cat([weighted, M + log_eps], dim=1)
     if decoupled:
         largest = weighted.detach().amax(-1, keepdim=True)
-        terms = (weighted - largest).exp().sum(-1, keepdim=True).log() + largest - s
-    else:
-        terms = negative_log_softmax(weighted, torch.zeros_like(weighted, dtype=torch.bool))
-        terms = terms[:, : s.shape[1]]
-    values, is_void = (w * terms).sum(-1) / (count[:, 0] + eps), is_void[:, 0]
-    return reduce(values.masked_fill(is_void, 0.0), reduction, ~is_void, gather, zeroed=True)
+        return (weighted - largest).exp().sum(-1, keepdim=True).log() + largest - s
+    terms = negative_log_softmax(weighted, torch.zeros_like(weighted, dtype=torch.bool))
+    return terms[:, : s.shape[1]]
 
 
 def _largest_of_labels(values: Tensor, labels: Tensor) -> Tensor:
