@@ -226,6 +226,7 @@ def check_bound(name: str, value: object, bound: str) -> None:
 
 def values_can_be_checked(tensor: Tensor) -> bool:
     """Whether the values of ``tensor`` can be read without a device sync or a graph break."""
+    # A trace would keep the branch that today's values take.
     return (
         not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]

@@ -209,9 +209,9 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         chance = math.log(max(self._rows * world_size, 2))
         if info_nce > FAR * chance:
             warnings.warn(
-                f"InfoNCE starts at {info_nce:.3g} and is {chance:.3g} at chance: scores, or "
-                'the rate, are too large. calibrate(model, texts, 256, method="shift") makes a '
-                "sparse start",
+                f"InfoNCE starts at {info_nce:.3g} and is {chance:.3g} at chance: scores or "
+                "the learning rate are too large. "
+                'calibrate(model, texts, 256, method="shift") makes a sparse start',
                 stacklevel=2,
             )
 
