@@ -35,7 +35,10 @@ def settings():
 def tiny(corpus, monkeypatch):
     """A corpus and a model that trains in a second."""
     real = command.settings_of
-    small = lambda options: dataclasses.replace(real(options), size=SIZE, **TINY)  # noqa: E731
+
+    def small(options):
+        return dataclasses.replace(real(options), size=SIZE, **TINY)
+
     monkeypatch.setattr(command, "settings_of", small)
     monkeypatch.setattr(docstrings, "load", lambda: corpus)
 
