@@ -1,0 +1,117 @@
+"""Products in bf16 that tell the packed head where to look; what it returns is of fp32."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparse_losses.functional import splade_head
+
+BATCH, LENGTH, WIDTH, VOCAB = 3, 70, 24, 700
+
+
+class Products(TorchDispatchMode):
+    """Collects the dtypes of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
+            self.dtypes.add(args[0].dtype)
+        return operator(*args, **kwargs or {})
+
+
+def texts(kind: str, seed: int = 0) -> dict:
+    """Hidden states in bf16, and a head with about one entry in fifty active."""
+    rng = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(BATCH, LENGTH, WIDTH, generator=rng)
+    weight = torch.randn(VOCAB, WIDTH, generator=rng)
+    if kind == "near ties":  # the positions of a text differ by less than bf16 tells in a score
+        hidden = hidden[:, :1] + 2**-7 * hidden.sign()
+    if kind == "misleading":  # equal scores but for what bf16 rounds off, by position another sum
+        hidden, weight = hidden - hidden.mean(-1, True) + 1 / 48, 1 + weight / 256
+    if kind == "long and short states":
+        hidden = hidden * torch.logspace(-3, 0, LENGTH)[:, None]
+    hidden = (hidden * {"huge": 1e18, "tiny": 1e-30}.get(kind, 1.0)).bfloat16()
+    weight = weight * {"huge": 1e18, "tiny": 1e-6}.get(kind, 1.0)
+    mask = torch.ones(BATCH, LENGTH)
+    mask[1, 66:] = 0
+    highest = (hidden.double() @ weight.double().T).where(mask[..., None] > 0, -torch.inf).amax(1)
+    bias = -highest.amax(0).quantile(0.5 if kind == "misleading" else 0.97)
+    bias = bias.float().repeat(VOCAB)
+    if kind == "misleading":
+        bias[30:] = -1e3
+    gate = torch.rand(BATCH, VOCAB, generator=rng) if kind == "gate" else None
+    return {"hidden": hidden, "weight": weight, "bias": bias, "attention_mask": mask, "gate": gate}
+
+
+KINDS = ["plain", "near ties", "misleading", "long and short states", "huge", "tiny", "gate"]
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_are_those_of_fp32_though_products_are_in_bf16(kind, layout):
+    tensors = texts(kind)
+    with Products() as products:
+        actual = splade_head(**tensors, layout=layout, impl="packed")
+    if layout == torch.sparse_csr:  # an operator of its own hides its products
+        assert products.dtypes == {torch.bfloat16}
+    hidden, weight, bias, mask, gate = (
+        None if x is None else x.double().numpy() for x in tensors.values()
+    )
+    expected, size = np.zeros((2, BATCH, VOCAB))
+    for i, j in np.ndindex(BATCH, VOCAB):
+        terms = hidden[i][mask[i] > 0] * weight[j]
+        expected[i, j] = max(terms.sum(1).max() + bias[j], 0.0) * (
+            1 if gate is None else gate[i, j]
+        )
+        size[i, j] = np.abs(terms).sum(1).max() + abs(bias[j])
+    assert 0.005 < (expected > 0).mean() < 0.05
+    error = np.abs(np.expm1(actual.to_dense().double().numpy()) - expected)
+    # log1p, then expm1, round by the result's own size
+    assert (error <= 2**-22 * size + 1e-6 * expected).all()
+    if layout == torch.sparse_csr:
+        assert (actual.values() > 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS[:4])
+def test_gradient_goes_to_the_position_of_the_maximum(kind):
+    tensors = texts(kind)
+    hidden = tensors["hidden"].requires_grad_()
+    out = splade_head(**tensors, impl="packed")
+    upstream = torch.randn(BATCH, VOCAB, generator=torch.Generator().manual_seed(1))
+    (out * upstream).sum().backward()
+    exact = {name: None if x is None else x.detach().double() for name, x in tensors.items()}
+    expected = exact["hidden"].requires_grad_()
+    (splade_head(**exact, impl="definition") * upstream).sum().backward()
+    torch.testing.assert_close(hidden.grad.double(), expected.grad, rtol=2**-8, atol=1e-4)
+
+
+def test_many_active_entries_short_texts_and_fp32_are_multiplied_in_fp32():
+    tensors = texts("plain")
+    many = tensors | {"bias": torch.zeros(VOCAB)}
+    short = {**tensors, "hidden": tensors["hidden"][:, :40], "attention_mask": None}
+    for arguments, dtypes in (
+        (many, {torch.bfloat16, torch.float32}),  # the first tile finds too many
+        (short, {torch.float32}),
+        (tensors | {"hidden": tensors["hidden"].float()}, {torch.float32}),
+    ):
+        with Products() as products:
+            actual = splade_head(**arguments, layout=torch.sparse_csr, impl="packed")
+        assert products.dtypes == dtypes
+        double = {name: None if x is None else x.double() for name, x in arguments.items()}
+        expected = splade_head(**double, impl="definition").float()
+        torch.testing.assert_close(actual.to_dense(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "bias"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nan_and_infinity_show_where_they_belong(name, value):
+    tensors = texts("plain")
+    tensors[name].view(-1)[5] = value
+    actual = splade_head(**tensors, impl="packed")
+    double = {key: None if x is None else x.double() for key, x in tensors.items()}
+    expected = splade_head(**double, impl="definition").float()
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
