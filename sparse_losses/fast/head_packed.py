@@ -30,26 +30,6 @@ class _Packed(NamedTuple):
     row: Tensor  # [R] the texts with an attended token, in packed order
     groups: list[tuple[int, int, int, int]]  # first and last text, first token, tokens per text
 
-    def maxima(self, scores: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return scores ``[T, n]`` as ``[T, texts, tokens]`` by group, and maxima ``[T, R]``."""
-        views = [
-            scores[:, first : first + (stop - start) * size].view(len(scores), stop - start, size)
-            for start, stop, first, size in self.groups
-        ]
-        return views, torch.cat([view.amax(-1) for view in views], dim=1)
-
-
-class _Tile(NamedTuple):
-    """Some columns of the vocabulary."""
-
-    rows: Tensor  # [T, H] of the weight
-    bias: Tensor | None  # [T, 1]
-    gate: Tensor | None  # [T, R]
-    buffer: Tensor  # for T * n scores
-
-    def biased(self, logit: Tensor) -> Tensor:
-        return logit if self.bias is None else logit + self.bias
-
 
 def _pack(attended: Tensor) -> _Packed:
     """Pack the attended tokens so that one reduction covers all texts of one length."""
@@ -83,70 +63,62 @@ def packed_entries(inputs: Inputs, keep_all: bool = False) -> Entries:
     halves = hidden.flatten(0, 1).index_select(0, packed.token)
     states, nothing = halves.to(dtype), packed.token[:0].int()
     found = [Entries(nothing, nothing, states.new_empty(0))]
-    height = _tile_height(len(states), len(weight))
-    buffer = states.new_empty(height * len(states))
     is_bf16 = halves.dtype == torch.bfloat16 and dtype == torch.float32 and not keep_all
     screens = is_bf16 and len(halves) >= MIN_POSITIONS * len(packed.row) > 0
-    norm = packed.maxima(_norms(states)[None])[1] if screens else None
-    for start in range(0, len(weight) if packed.groups else 0, height):
+    norm = _maxima(_norms(states)[None], packed)[1] if screens else None
+    start, height = len(weight) if not packed.groups else 0, _tile_height(len(states), len(weight))
+    buffer = states.new_empty(height * len(states))
+    while start < len(weight):
         part = slice(start, start + height)
-        biases = None if bias is None else bias[part, None]
+        rows, biases = weight[part].to(dtype), None if bias is None else bias[part, None]
         gates = None if gate is None else gate[:, part].T[:, packed.row]
-        tile = _Tile(weight[part].to(dtype), biases, gates, buffer)
-        entries = None if norm is None else _screened(tile, halves, states, packed, norm)
-        if entries is None:  # too many, and so will be those of the next tile
-            norm, entries = None, _multiplied(tile, states, packed, keep_all)
-        for column, token, value in entries:
+        left, right = (rows, states) if norm is None else (rows.to(halves.dtype), halves)
+        out = buffer.view(left.dtype)[: len(rows) * len(states)].view(len(rows), -1)
+        views, logit = _maxima(torch.mm(left, right.T, out=out), packed)
+        lowest = logit
+        if norm is not None:
+            error = (ROUNDING * _norms(rows)[:, None] * norm).to(dtype)
+            lowest, logit = logit - 2 * error, logit + error  # a maximum's score, and its bound
+        logit = logit if biases is None else logit + biases
+        is_kept = is_active(logit, gates) | keep_all
+        if norm is not None and int(is_kept.sum()) * MIN_SCORES > out.numel():
+            norm = None  # for this tile and all others, which have as many
+            continue
+        for view, (first_text, stop, first, size) in zip(views, packed.groups, strict=True):
+            column, text = is_kept[:, first_text:stop].nonzero(as_tuple=True)
+            scores, token, text = view[column, text], first + text * size, text + first_text
+            value = logit[column, text]
+            if norm is not None:
+                scores = _again(scores, lowest[column, text, None], rows, column, states, token)
+                value = scores.amax(-1) if biases is None else scores.amax(-1) + biases[column, 0]
+                active = is_active(value, None if gates is None else gates[column, text])
+                scores, token, column, value = (x[active] for x in (scores, token, column, value))
+            # argmax returns the first of equal maxima.
+            token = packed.token[scores.argmax(-1) + token]
             found.append(Entries((column + start).int(), token.int(), value))
+        start += height
     return Entries(*map(torch.cat, zip(*found, strict=True)))
 
 
-def _multiplied(tile: _Tile, states: Tensor, packed: _Packed, keep_all: bool) -> list[Entries]:
-    """Return a tile's entries: all, or the active ones."""
-    scores = tile.buffer[: len(tile.rows) * len(states)].view(len(tile.rows), -1)
-    views, logit = packed.maxima(torch.mm(tile.rows, states.T, out=scores))
-    logit = tile.biased(logit)
-    is_kept = is_active(logit, tile.gate) | keep_all
-    found = []
-    for view, (first_text, stop, first, size) in zip(views, packed.groups, strict=True):
-        column, text = is_kept[:, first_text:stop].nonzero(as_tuple=True)
-        # argmax returns the first of equal maxima.
-        token = packed.token[view[column, text].argmax(-1) + (first + text * size)]
-        found.append(Entries(column, token, logit[column, text + first_text]))
-    return found
+def _maxima(scores: Tensor, packed: _Packed) -> tuple[list[Tensor], Tensor]:
+    """Return scores ``[T, n]`` as ``[T, texts, tokens]`` by group, and their maxima ``[T, R]``."""
+    views = [
+        scores[:, first : first + (stop - start) * size].view(len(scores), stop - start, size)
+        for start, stop, first, size in packed.groups
+    ]
+    return views, torch.cat([view.amax(-1) for view in views], dim=1)
 
 
-def _screened(
-    tile: _Tile, halves: Tensor, states: Tensor, packed: _Packed, norm: Tensor
-) -> list[Entries] | None:
-    """Return a tile's active entries by a product in bf16, or None where there are too many."""
-    rows = tile.rows
-    scores = tile.buffer.view(halves.dtype)[: len(rows) * len(states)].view(len(rows), -1)
-    views, highest = packed.maxima(torch.mm(rows.to(halves.dtype), halves.T, out=scores))
-    error = (ROUNDING * _norms(rows)[:, None] * norm).to(states.dtype)
-    is_kept = is_active(tile.biased(highest + error), tile.gate)
-    if int(is_kept.sum()) * MIN_SCORES > scores.numel():
-        return None
-    lowest, found = highest - 2 * error, []  # what a maximum's score is at least
-    for view, (first_text, stop, first, size) in zip(views, packed.groups, strict=True):
-        column, text = is_kept[:, first_text:stop].nonzero(as_tuple=True)
-        first_tokens, text = first + text * size, text + first_text
-        may_be_highest = ~(view[column, text - first_text] < lowest[column, text, None])  # or NaN
-        entry, place = may_be_highest.nonzero(as_tuple=True)
-        exact = rows.new_full(may_be_highest.shape, -torch.inf)
-        exact[entry, place] = _dots(rows, column[entry], states, first_tokens[entry] + place)
-        token = packed.token[exact.argmax(-1) + first_tokens]
-        logit = exact.amax(-1)
-        logit = logit if tile.bias is None else logit + tile.bias[column, 0]
-        active = is_active(logit, None if tile.gate is None else tile.gate[column, text])
-        found.append(Entries(column[active], token[active], logit[active]))
-    return found
-
-
-def _dots(a: Tensor, row: Tensor, b: Tensor, other: Tensor) -> Tensor:
-    """Return ``(a[row] * b[other]).sum(1)``, some thousand rows at a time, which stay in cache."""
-    pairs = zip(torch.split(row, 4096), torch.split(other, 4096), strict=True)
-    return torch.cat([a.new_empty(0), *((a[i] * b[j]).sum(1) for i, j in pairs)])
+def _again(
+    scores: Tensor, lowest: Tensor, rows: Tensor, row: Tensor, states: Tensor, token: Tensor
+) -> Tensor:
+    """Return scores ``[m, tokens]`` of rows with states from ``token`` on, -inf where too low."""
+    entry, place = (~(scores < lowest)).nonzero(as_tuple=True)  # with those that are NaN
+    pairs = zip(*(torch.split(x, 4096) for x in (row[entry], token[entry] + place)), strict=True)
+    dots = [(rows[i] * states[j]).sum(1) for i, j in pairs]  # in parts that stay in cache
+    exact = states.new_full(scores.shape, -torch.inf)
+    exact[entry, place] = torch.cat([exact.new_empty(0), *dots])
+    return exact
 
 
 def _norms(x: Tensor) -> Tensor:

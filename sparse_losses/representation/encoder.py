@@ -14,7 +14,6 @@ from sparse_losses._core.token_ids import as_mask, attended_ids
 from sparse_losses.representation import encoding, parts
 from sparse_losses.representation._language_model import (
     evaluating,
-    projection_of,
     saves_weights,
     set_attention,
     unwrapped,
@@ -271,15 +270,9 @@ class SpladeEncoder(nn.Module):
     def _hidden(self, input_ids: Tensor, attention_mask: Tensor, **inputs: Any) -> Tensor:
         model = self.model
         if self.expansion:
-            weight, whole, model = self.head.weight, model, unwrapped(model).base_model
-            is_same = is_exported() or (
-                self.head.belongs_to(whole) and projection_of(whole).weight is weight
-            )
-            if not is_same or len(weight) != self.vocab_size:
-                raise RuntimeError(
-                    "expected the head that the encoder was created with, got other layers: create "
-                    "it after resize_token_embeddings and after adding or removing adapters in them"
-                )
+            if not is_exported():
+                self.head.follow(model, "create the encoder")
+            model = unwrapped(model).base_model
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
         hidden: Tensor = model(**{**self._inputs, **inputs})[0]
         return hidden

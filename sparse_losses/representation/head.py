@@ -271,7 +271,7 @@ class SpladeHead(LossModule):
         if isinstance(threshold, Tensor):
             del self.threshold
             self.register_buffer("threshold", threshold.detach())
-        # The projection of a model, which may have adapters. It is the model's: hence no submodule.
+        # A model's projection, which may have adapters, and its size. It is no submodule of ours.
         self._linear: tuple[Any, ...] = ()
         self._places: tuple[Any, ...] = ()  # of the layers before it: owner, name, layer
         self._folds_into: tuple[Tensor, ...] = ()
@@ -358,7 +358,7 @@ class SpladeHead(LossModule):
         options["logit_scale"] = found.logit_scale
         head = cls(found.linear.weight, found.linear.bias, **options)
         layers: Any = found.transform or ()
-        head._linear = (found.linear,)
+        head._linear = found.linear, len(found.linear.weight)
         head._places = tuple(
             (owner, name, layer)
             for owner in unwrapped(model).modules()
@@ -367,10 +367,17 @@ class SpladeHead(LossModule):
         )
         return head
 
-    def belongs_to(self, model: Any) -> bool:
-        """Return whether the model still has the layers that ``from_masked_lm`` found."""
+    def follow(self, model: Any, again: str) -> None:
+        """Take the model's projection; raise unless it has the layers ``from_masked_lm`` found."""
+        layer = projection_of(model)
         places = all(getattr(owner, name) is layer for owner, name, layer in self._places)
-        return places and bool(projection_of(model) == self._linear[0])
+        if not places or self._linear != (layer, len(layer.weight)):
+            raise RuntimeError(
+                f"expected the layers that the head was made of, got others: {again} after "
+                "resizing embeddings, and after adding or removing adapters in them"
+            )
+        if layer.weight is not self.weight:  # FSDP2 has others within a step
+            self.weight, self.bias = layer.weight, layer.bias
 
     def forward(
         self,

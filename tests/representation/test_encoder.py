@@ -165,7 +165,7 @@ def test_a_resized_model_is_an_error_and_one_with_more_rows_than_tokens_is_none(
     model, words = pair("bert", tie_word_embeddings=tied)
     encoder, size = SpladeEncoder(model, words), len(words)
     model.resize_token_embeddings(size + 4)
-    with pytest.raises(RuntimeError, match="create it after resize_token_embeddings"):
+    with pytest.raises(RuntimeError, match="create the encoder after resizing"):
         encoder.encode(["dog"])
     encoder = SpladeEncoder(model, words)
     with torch.no_grad():

@@ -240,7 +240,7 @@ def test_adapters_of_the_body_are_taken_whenever_they_are_added(architecture, la
 def test_adapters_of_the_head_are_refused_when_added_or_removed(architecture, layer, options):
     encoder = make(architecture)
     encoder.model = with_lora(encoder.model, [layer], **options)
-    with pytest.raises(RuntimeError, match=r"(adding or removing adapters|create it after)"):
+    with pytest.raises(RuntimeError, match=r"adding or removing adapters"):
         dense(encoder)
     if not options:
         adapted = SpladeEncoder(encoder.model, encoder.tokenizer).eval()

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sparse_losses._core.checks import check_choice, check_number
 from sparse_losses._core.extras import from_extra
-from sparse_losses.representation._language_model import projection_of, unwrapped, warn_of_adapters
+from sparse_losses.representation._language_model import unwrapped, warn_of_adapters
 from sparse_losses.representation.head import SpladeHead
 from sparse_losses.representation.scale import multiply, scaled_parameters
 
@@ -92,14 +92,7 @@ def _hidden_states(model: Any, **inputs: Any) -> Any:
 
 def _pooled(pooling: Any, model: Any, head: Any, features: dict[str, Any]) -> dict[str, Any]:
     """Do what the pooling does, for hidden states in the place of logits."""
-    layer = projection_of(model)
-    if not head.belongs_to(model) or len(layer.weight) != len(head.weight):
-        raise RuntimeError(
-            "expected the layers that `use_splade_head` found before the logits, got others: call "
-            "it again after resizing embeddings, and after adding or removing adapters in them"
-        )
-    if layer.weight is not head.weight:  # FSDP2 has others within a step
-        head.weight, head.bias = layer.weight, layer.bias
+    head.follow(model, "call `use_splade_head` again")
     hidden, attention_mask = features["token_embeddings"], features.get("attention_mask")
     if "cu_seq_lens_q" in features:  # the texts' states in a row, without padding
         texts = hidden[0].split(features["cu_seq_lens_q"].diff().tolist())
