@@ -67,34 +67,37 @@ def packed_entries(inputs: Inputs, keep_all: bool = False) -> Entries:
     screens = is_bf16 and len(halves) >= MIN_POSITIONS * len(packed.row) > 0
     norm = _maxima(_norms(states)[None], packed)[1] if screens else None
     start, height = len(weight) if not packed.groups else 0, _tile_height(len(states), len(weight))
-    buffer = states.new_empty(height * len(states))
+    buffer = states.new_empty(height, len(states))
     while start < len(weight):
         part = slice(start, start + height)
         rows, biases = weight[part].to(dtype), None if bias is None else bias[part, None]
         gates = None if gate is None else gate[:, part].T[:, packed.row]
-        left, right = (rows, states) if norm is None else (rows.to(halves.dtype), halves)
-        out = buffer.view(left.dtype)[: len(rows) * len(states)].view(len(rows), -1)
-        views, logit = _maxima(torch.mm(left, right.T, out=out), packed)
+        scores = buffer[: len(rows)]
+        if norm is None:
+            torch.mm(rows, states.T, out=scores)
+        else:  # copied, as maxima of bf16 are slow
+            scores.copy_(torch.mm(rows.to(halves.dtype), halves.T))
+        views, logit = _maxima(scores, packed)
         lowest = logit
         if norm is not None:
-            error = (ROUNDING * _norms(rows)[:, None] * norm).to(dtype)
+            error = ROUNDING * _norms(rows)[:, None] * norm
             lowest, logit = logit - 2 * error, logit + error  # a maximum's score, and its bound
         logit = logit if biases is None else logit + biases
         is_kept = is_active(logit, gates) | keep_all
-        if norm is not None and int(is_kept.sum()) * MIN_SCORES > out.numel():
+        if norm is not None and int(is_kept.sum()) * MIN_SCORES > scores.numel():
             norm = None  # for this tile and all others, which have as many
             continue
         for view, (first_text, stop, first, size) in zip(views, packed.groups, strict=True):
             column, text = is_kept[:, first_text:stop].nonzero(as_tuple=True)
-            scores, token, text = view[column, text], first + text * size, text + first_text
+            table, token, text = view[column, text], first + text * size, text + first_text
             value = logit[column, text]
             if norm is not None:
-                scores = _again(scores, lowest[column, text, None], rows, column, states, token)
-                value = scores.amax(-1) if biases is None else scores.amax(-1) + biases[column, 0]
+                table = _again(table, lowest[column, text, None], rows, column, states, token)
+                value = table.amax(-1) if biases is None else table.amax(-1) + biases[column, 0]
                 active = is_active(value, None if gates is None else gates[column, text])
-                scores, token, column, value = (x[active] for x in (scores, token, column, value))
+                table, token, column, value = (x[active] for x in (table, token, column, value))
             # argmax returns the first of equal maxima.
-            token = packed.token[scores.argmax(-1) + token]
+            token = packed.token[table.argmax(-1) + token]
             found.append(Entries((column + start).int(), token.int(), value))
         start += height
     return Entries(*map(torch.cat, zip(*found, strict=True)))
@@ -122,8 +125,8 @@ def _again(
 
 
 def _norms(x: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)  # squares stay in range
-    return norms
+    norms: Tensor = torch.linalg.vector_norm(x, dim=1)
+    return norms + 1e-18  # more than squares that underflow add up to
 
 
 def _tile_height(num_tokens: int, vocab_size: int) -> int:
