@@ -2,8 +2,6 @@
 
 import contextlib
 import inspect
-import math
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,6 @@ with from_extra("transformers"):
     from transformers.trainer_callback import ExportableState
 
 __all__ = ["TrainingState"]
-
-FAR = 3.0  # times its value at chance, from which InfoNCE starts too high
 
 
 # The type checker sees their classes as Any, and a subclass of Any is an error.
@@ -70,7 +66,6 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         # Their sums and numbers of batches (rows, in an evaluation) [T, 2], by whether it trains.
         self._sums: dict[bool, Tensor] = {}
         self._evaluated: dict[str, float] = {}
-        self._rows = 0  # of the last batch
 
     def state(self) -> dict[str, Any]:
         """Return what the trainer writes to ``trainer_state.json``."""
@@ -172,7 +167,6 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         for name, value in output.terms.items():
             sums = self._sums[is_training][self._names.index(name)]
             sums += torch.stack([value.detach().float() * share, torch.full_like(sums[0], share)])
-        self._rows = len(batch.anchor.activations)
         for side, diagnostics in self.diagnostics.items() if is_training else ():
             sides = (batch.anchor, batch.positive)
             one, other = sides if side == "query" else reversed(sides)
@@ -193,8 +187,6 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         numbers: dict[str, float] = {}
         if "loss" in logs:
             numbers = self._means(True)
-            if state.log_history[0] is state.log_history[-1]:
-                self._warn_of_the_start(numbers.get("terms/info_nce", 0.0), args.world_size)
             for side, diagnostics in self.diagnostics.items():
                 report = diagnostics.all_reduce().report()
                 diagnostics.reset()
@@ -204,16 +196,6 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             numbers = self._evaluated = self._means(False, prefix)
         logs.update(numbers)
         state.log_history[-1].update(numbers)
-
-    def _warn_of_the_start(self, info_nce: float, world_size: int) -> None:
-        chance = math.log(max(self._rows * world_size, 2))
-        if info_nce > FAR * chance:
-            warnings.warn(
-                f"InfoNCE starts at {info_nce:.3g} and is {chance:.3g} at chance: scores or "
-                "the learning rate are too large. "
-                'calibrate(model, texts, 256, method="shift") makes a sparse start',
-                stacklevel=2,
-            )
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
         """Add the terms to the metrics that the trainer returns and compares."""

@@ -77,7 +77,7 @@ def splade_head(
     Of equal scores the first position gets the gradient on the CPU, any position elsewhere.
 
     The head is a layer of the model. On an accelerator it multiplies hidden states and weight in
-    their own dtype, or in autocast's; on a CPU, and in all later operations, in fp32.
+    their own dtype, or in autocast's; a CPU's results, and all later operations, are of fp32.
 
     Args:
         hidden: ``[B, S, H]`` floating.
