@@ -164,9 +164,9 @@ class Preset:
         self, objective: SpladeObjective, *, steps_per_epoch: int | None = None
     ) -> list[TrainingSchedule]:
         """Return what sets the weights and the temperature; phases need ``steps_per_epoch``."""
+        options: Any = {"steps_per_epoch": steps_per_epoch}
         curriculum = self.curriculum
-        if curriculum is not None:
-            curriculum = Curriculum(curriculum.phases, steps_per_epoch)  # type: ignore[arg-type]
+        curriculum = curriculum and dataclasses.replace(curriculum, **options)
         return [TrainingSchedule(objective, curriculum)]
 
 

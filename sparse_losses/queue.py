@@ -92,7 +92,11 @@ class LabelQueue(nn.Module):
         """
         call = "LabelQueue.enqueue"
         try:
-            self._check(features, labels)
+            held = {"self.features": (self.features, "Q D"), "self.labels": (self.labels, "Q L")}
+            check_shapes(**held, features=(features, "B D"), labels=(labels, "B L"))
+            check_zero_one("labels", labels)
+            if not features.is_floating_point():
+                raise TypeError(f"expected `features` to be floating point, got {features.dtype}")
         except (TypeError, ValueError) as error:
             refuse_across_ranks(call, self.gather, (features, labels), error)
             raise
@@ -108,13 +112,3 @@ class LabelQueue(nn.Module):
         self.labels.index_copy_(0, slots, labels[batch_size - kept :])
         self.pointer.add_(batch_size).remainder_(self.size)
         self.fill.add_(batch_size).clamp_(max=self.size)
-
-    def _check(self, features: Tensor, labels: Tensor) -> None:
-        check_shapes(
-            **{"self.features": (self.features, "Q D"), "self.labels": (self.labels, "Q L")},
-            features=(features, "B D"),
-            labels=(labels, "B L"),
-        )
-        check_zero_one("labels", labels)
-        if not features.is_floating_point():
-            raise TypeError(f"expected `features` to be floating point, got {features.dtype}")

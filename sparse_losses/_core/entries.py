@@ -70,15 +70,17 @@ def values_at(x: Tensor, columns: Tensor) -> Tensor:
     return torch.where(number[place] == wanted, value[place], 0.0)
 
 
-def largest_of_rows(x: Tensor, k: int) -> Tensor:
-    """Return the ``k`` largest values of each row of ``x [B, V]``, CSR and >= 0, ``[B, k]``."""
-    value, row, _ = entries_of(x)
+def largest_of_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the ``k`` largest values of each row of ``x [B, V]``, CSR and >= 0, and columns."""
+    value, row, column = entries_of(x)
     order = value.detach().argsort(descending=True, stable=True)
     order = order[row[order].argsort(stable=True)]  # by row, the largest first
     rank = torch.arange(len(value), device=x.device) - x.crow_indices()[:-1].long()[row]
     place = torch.where(rank < k, row * k + rank, len(x) * k)  # the last place is for the others
-    flat = value.new_zeros(len(x) * k + 1).index_put((place,), value[order])
-    return flat[:-1].view(len(x), k)
+    flat = (each.new_zeros(len(x) * k + 1) for each in (value, column))
+    pairs = zip(flat, (value, column), strict=True)
+    values, columns = (zeros.index_put((place,), each[order]) for zeros, each in pairs)
+    return values[:-1].view(-1, k), columns[:-1].view(-1, k)
 
 
 def gather_matrix(x: Tensor, gather: bool) -> Tensor:

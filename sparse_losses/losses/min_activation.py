@@ -64,7 +64,7 @@ def min_activation_loss(
     if top_k > activations.shape[1]:
         raise ValueError(f"expected `top_k` of at most V = {activations.shape[1]}, got {top_k}")
     if activations.layout == torch.sparse_csr:
-        largest = largest_of_rows(activations, top_k)
+        largest, _ = largest_of_rows(activations, top_k)
     else:
         largest = activations.gather(1, activations.detach().topk(top_k).indices)
     if token_counts is None:

@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_integer, check_shapes
+from sparse_losses._core.entries import entries_of, largest_of_rows, values_at
 from sparse_losses._core.precision import compute_dtype, widest_dtype
 from sparse_losses._core.token_ids import TokenIds, as_mask, attended_ids, distinct_ids, id_mask
 from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ranks
@@ -53,7 +55,7 @@ class Diagnostics:
         special = id_mask("special_token_ids", special_token_ids, *where)
         stopword = id_mask("stopword_ids", stopword_ids, *where)
         allowed = id_mask("allowed_token_ids", allowed_token_ids, *where)
-        none = torch.zeros(vocab_size, dtype=torch.bool)
+        none = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
         self._special = none if special is None else special  # moved to the activations' device
         foreign = None if allowed is None else ~(allowed | self._special)
         groups = {"special": special, "stopword": stopword, "foreign": foreign}
@@ -77,15 +79,15 @@ class Diagnostics:
         """Add a batch, without a wait for the device.
 
         Args:
-            texts: activations ``[B, V]``; or ``Texts`` (``[B, V]`` or ``[B, N, V]``), whose tokens
-                are for ``input_recall``.
+            texts: activations ``[B, V]``, dense or CSR; or ``Texts`` (``[B, V]`` or ``[B, N, V]``),
+                whose tokens are for ``input_recall``.
             other_side: the positives (or queries) of these texts, for ``other_side_recall``.
             training: ``model.training`` of the encoder, for ``training_mode``.
         """
         x, *tokens, _ = texts.flatten() if isinstance(texts, Texts) else Texts(texts)
         others = [None, None] if other_side is None else other_side[1:3]
         size = check_shapes(
-            activations=(x, "B V"),
+            activations=(x, "B V, csr"),
             input_ids=(tokens[0], "B S, optional"),
             attention_mask=(tokens[1], "B S, optional"),
             other_input_ids=(others[0], "B T, optional"),
@@ -95,25 +97,27 @@ class Diagnostics:
             expected, received = [size["B"], self.vocab_size], list(x.shape)
             raise ValueError(f"expected `activations` [B, V] = {expected}, got {received}")
         x, wide = x.detach(), widest_dtype(x.device)
-        values, index = x.topk(self.top_k, dim=1)  # a NaN is larger than any number
-        is_active, is_on_top = x > 0, values > 0
+        is_csr = x.layout == torch.sparse_csr
+        # A NaN is larger than any number.
+        values, index = largest_of_rows(x, self.top_k) if is_csr else x.topk(self.top_k, dim=1)
+        is_on_top = values > 0
         top = torch.zeros(self.vocab_size, device=x.device, dtype=wide)
         top.index_add_(0, index.flatten(), is_on_top.flatten().to(wide))
         # A row with a NaN is neither live nor dead.
         is_live, is_dead = is_on_top[:, 0], values[:, 0] <= 0
-        count = is_active.sum(1) * is_live
+        value, sums = _sums(x, wide)
+        is_active, positive = value > 0, value.relu()  # which keeps a NaN
+        count, self_dot = sums(is_active, 1) * is_live, sums(positive.square(), 1)
         one, none = torch.ones_like(count), torch.zeros_like(count)
-        positive = x.relu()  # which keeps a NaN
-        self_dot = positive.square().sum(1, dtype=wide)
         by_text = [one, is_live, count, is_dead, count > self.vocab_size / 4, self_dot]
         for ids, mask in (tokens, others):
             known = ids is not None and mask is not None
             by_text += self._recall(x, ids, mask) if known else (none, none)
         by_text += [one if training else none, none if training is None else one]
-        columns = positive.sum(0, dtype=wide), is_active.sum(0, dtype=wide), top
-        sums = torch.cat([*columns, torch.stack(by_text).sum(1, dtype=wide)])
+        by_token = sums(positive, 0), sums(is_active, 0), top
+        total = torch.cat([*by_token, torch.stack(by_text).sum(1, dtype=wide)])
         # Out of place: the state may come from inference mode.
-        self._sums = sums + self._sums.to(sums, non_blocking=True)  # at first it is on the host
+        self._sums = total + self._sums.to(total, non_blocking=True)  # at first it is on the host
 
     def _recall(self, x: Tensor, ids: Any, mask: Any) -> tuple[Tensor, Tensor]:
         """Return the share of each text's tokens that are active, and whether it has any."""
@@ -121,7 +125,8 @@ class Diagnostics:
         ids = attended_ids("input_ids", ids, attended, self.vocab_size)
         self._special = self._special.to(ids.device)  # kept, as the first copy waits
         ids, repeats = distinct_ids(ids, attended & ~self._special[ids])
-        hits, total = ((x.gather(1, ids) > 0) & ~repeats).sum(1), (~repeats).sum(1)
+        found = x.gather(1, ids) if x.layout == torch.strided else values_at(x, ids)
+        hits, total = ((found > 0) & ~repeats).sum(1), (~repeats).sum(1)
         return hits / total.clamp(min=1), total > 0
 
     def all_reduce(self) -> Self:
@@ -183,6 +188,19 @@ class Diagnostics:
         share, ids = (by_token[which] / numbers[0]).sort(descending=True, stable=True)
         largest = zip(ids[:k].tolist(), share[:k].tolist(), strict=True)
         return {token: part for token, part in largest if part > 0}
+
+
+def _sums(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Callable[[Tensor, int], Tensor]]:
+    """Return the values of ``x [B, V]``, and what sums such values over a dimension."""
+    if x.layout == torch.strided:
+        return x, lambda value, dim: value.sum(dim, dtype=dtype)
+    entries, (size, vocab_size) = entries_of(x), x.shape
+
+    def sums(value: Tensor, dim: int) -> Tensor:
+        value = value.to(dtype)
+        return entries.sum_rows(size, value) if dim else entries.sum_columns(vocab_size, value)
+
+    return entries.value, sums
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:

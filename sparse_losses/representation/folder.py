@@ -167,11 +167,8 @@ class Folder:
         if len(sides) > 1:
             what = f"{self.name} to have one query_length and document_length"
             raise ValueError(f"expected {what}, got {sides}")
-        limits = (
-            *sides,
-            said.get("max_seq_length"),
-            said["processor_kwargs"].get("model_max_length"),
-        )
+        cut = said["processor_kwargs"].get("model_max_length")
+        limits = *sides, said.get("max_seq_length"), cut
         return said | {"place": place, "max_length": min((x for x in limits if x), default=None)}
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

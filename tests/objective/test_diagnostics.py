@@ -74,8 +74,12 @@ def _oracle(x, ids, mask, positive_ids, positive_mask, top_k=3):
     return report
 
 
+LAYOUTS = {"dense": torch.clone, "CSR": torch.Tensor.to_sparse_csr}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @given(st.integers(0, 10**6), st.integers(2, 9))
-def test_the_report_is_what_loops_count(seed, rows):
+def test_the_report_is_what_loops_count(layout, seed, rows):
     generator = torch.Generator().manual_seed(seed)
     x = _sparse(rows, generator)
     x[0] = 0.0
@@ -86,7 +90,7 @@ def test_the_report_is_what_loops_count(seed, rows):
     diagnostics = _diagnostics()
     for part in (slice(0, 1), slice(1, rows)):  # batches add up
         diagnostics.update(
-            Texts(x[part], ids[part], mask[part]),
+            Texts(LAYOUTS[layout](x[part]), ids[part], mask[part]),
             other_side=Texts(x[part], other[part], other_mask[part]),
         )
     report = diagnostics.report()
@@ -135,14 +139,15 @@ def test_silent_texts_have_a_report_too():
     assert diagnostics.top_tokens() == {}
 
 
-def test_a_row_with_a_nan_is_neither_live_nor_dead():
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_with_a_nan_is_neither_live_nor_dead(layout):
     x = torch.zeros(4, V)
     x[0, :3] = 1.0
     x[1, :9] = 1.0
     x[1, 19] = math.nan
     x[2, 5] = math.nan
     diagnostics = _diagnostics()
-    diagnostics.update(x)
+    diagnostics.update(LAYOUTS[layout](x))
     report = diagnostics.report()
     names = ("texts", "dead_rows", "active_dimensions")
     assert [report[name] for name in names] == [4.0, 0.25, 3.0]
