@@ -53,7 +53,6 @@ class Preset:
         weights: by term: ``"info_nce"``, ``"query_flops"``, ``"document_flops"``, ...
         start_active, target_active: active dimensions of a text before training and of a document
             after it: arguments of ``calibrate``, with ``method="shift"`` and ``"prune"``.
-        teacher, training: the teacher and other known settings, which are not read here.
         idf_alpha: steepness of the token penalties; ``None``: plain FLOPS, without penalties.
         ours: what the source leaves open, with our reading.
 
@@ -72,7 +71,6 @@ class Preset:
     start_active: int | None = None
     target_active: int | None = None
     margin: float | None = None
-    teacher: str | None = None
     score_scale: float = 1.0
     teacher_scale: float | None = None
     distillation_temperature: float | None = None
@@ -86,7 +84,6 @@ class Preset:
     threshold: float | None = None
     language_penalty: float | None = None
     curriculum: Curriculum | None = None
-    training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ours: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def replace(self, *, weights: Mapping[str, float] | None = None, **changes: Any) -> "Preset":
@@ -97,8 +94,7 @@ class Preset:
         """
         for term in weights or {}:
             check_choice("weights", _split(term)[1], (*TERMS,))
-        changes["weights"] = {**self.weights, **(weights or {})}
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, weights={**self.weights, **(weights or {})}, **changes)
 
     def missing(self) -> list[str]:
         """Return the fields that must be set before ``objective``."""
@@ -165,8 +161,7 @@ class Preset:
     ) -> list[TrainingSchedule]:
         """Return what sets the weights and the temperature; phases need ``steps_per_epoch``."""
         options: Any = {"steps_per_epoch": steps_per_epoch}
-        curriculum = self.curriculum
-        curriculum = curriculum and dataclasses.replace(curriculum, **options)
+        curriculum = self.curriculum and dataclasses.replace(self.curriculum, **options)
         return [TrainingSchedule(objective, curriculum)]
 
 
@@ -221,7 +216,6 @@ V26 = V25.replace(
     weights={"query_flops": 0.010},
     temperature=0.07,
     margin=0.3,
-    teacher="BAAI/bge-m3",
     distillation_temperature=3.0,
     alpha_kl=0.7,
     alpha_mse=0.3,
@@ -242,15 +236,6 @@ V28 = V26.replace(
     name="V28",
     weights={"query_language_penalty": 0.5, "context_distillation": 1.0},
     language_penalty=100.0,
-    training={
-        "num_epochs": 25,
-        "batch_size": 24,
-        "learning_rate": 3.0e-5,
-        "gradient_accumulation_steps": 4,
-        "context_gate_hidden": 256,
-        "context_attention_heads": 4,
-        "context_gate_dropout": 0.1,
-    },
     ours={
         **_OURS,
         "context_distillation": "named without a formula: here of the anchors' mutual scores",

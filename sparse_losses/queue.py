@@ -60,9 +60,8 @@ class LabelQueue(nn.Module):
 
     def __init__(self, size: int, dim: int, num_labels: int, *, gather: bool = False) -> None:
         super().__init__()
-        check_integer("size", size, minimum=1)
-        check_integer("dim", dim, minimum=1)
-        check_integer("num_labels", num_labels, minimum=1)
+        for name, number in {"size": size, "dim": dim, "num_labels": num_labels}.items():
+            check_integer(name, number, minimum=1)
         check_flag(gather=gather)
         self.size, self.dim, self.num_labels, self.gather = size, dim, num_labels, gather
         with torch.inference_mode(mode=False):  # its tensors could not be changed outside of it

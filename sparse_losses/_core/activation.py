@@ -1,6 +1,5 @@
 """From the largest logit of every text and token to the token's weight."""
 
-import math
 from typing import Literal
 
 import torch
@@ -54,15 +53,6 @@ def weights_of(logits: Tensor, activation: str, threshold: float | Tensor | None
     return weights.log1p() if activation == "log1p_relu" else weights
 
 
-def weight_at(logit: float, activation: str) -> float:
-    """Return the weight of one pooled logit."""
-    logit = max(logit, 0.0)
-    if activation == "identity":
-        return logit
-    weight = math.log1p(logit)
-    return math.log1p(weight) if activation == "log1p_relu" else weight
-
-
 def logits_at(weights: Tensor, activation: str) -> Tensor:
     """Return the pooled logits of weights, 0 for weights of 0."""
     if activation == "identity":
@@ -89,7 +79,8 @@ def pruned_weights(
     The ``keep_at_least`` largest of a row, among the dimensions that are ``counted`` (a mask
     ``[V]``), always stay, so that no text becomes empty.
     """
-    is_kept = ~(weights <= weight_at(threshold, activation))  # a NaN stays
+    limit = torch.tensor(threshold, dtype=torch.float64, device="cpu")
+    is_kept = ~(weights <= weights_of(limit, activation))  # a NaN stays
     if keep_at_least:
         rivals = weights if counted is None else torch.where(counted, weights, 0.0)
         is_kept = is_kept | largest_entries(rivals, keep_at_least)

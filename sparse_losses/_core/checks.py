@@ -74,14 +74,6 @@ def check_tensors(
     return sizes
 
 
-def check_rows(name: str, tensor: object) -> None:
-    """Raise unless ``tensor`` is dense, real and ``[..., V]``, with two dimensions or more."""
-    rows = _checked_type(name, tensor)
-    _check_layout(name, rows, frozenset())
-    if rows.ndim < 2:
-        raise ValueError(f"expected `{name}` of shape [..., V], got {list(rows.shape)}")
-
-
 def _checked_type(name: str, tensor: object) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected `{name}` to be a torch.Tensor, got {type(tensor).__name__}")

@@ -101,8 +101,7 @@ class SpladeObjective(nn.Module):
         weights = {f"weights[{name!r}]": self.weights[name] for name in active}
         agree_across_ranks(call, self.gather, batch.anchor.activations, **weights)
         given = {name: getattr(batch, name) for name in SpladeBatch._fields}
-        given.update({"gather": self.gather, "memory": {}})
-        batch = SpladeBatch(**given)
+        batch = SpladeBatch(**{**given, "gather": self.gather, "memory": {}})
         # Terms that can use the scores of others come after them.
         late = {n for n in active if getattr(self.terms[n], "uses_scores_of_others", False)}
         values: dict[str, Tensor] = {}

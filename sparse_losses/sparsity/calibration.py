@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 
-from sparse_losses._core.activation import Activation, logits_at, weight_at
-from sparse_losses._core.checks import check_choice, check_integer, check_number, check_rows
+from sparse_losses._core.activation import Activation, logits_at, weights_of
+from sparse_losses._core.checks import check_choice, check_integer, check_number, check_shapes
 from sparse_losses.representation._language_model import evaluating, warn_of_adapters
 from sparse_losses.representation.encoding import batches, check_texts
 from sparse_losses.representation.parts import SIDES
@@ -85,7 +85,7 @@ def calibrate_threshold(
     $x = \log(1 + \max(0, z))$: $e^x - 1 > t$ holds for that many entries per row.
 
     Args:
-        activations: pooled vectors ``[..., V]``, without idf weights; a NaN counts for nothing.
+        activations: ``[B, V]`` or ``[B, N, V]``, without idf weights; a NaN counts for nothing.
         target_active: mean number of entries to keep per row, in (0, V].
         activation: as in ``splade_head``, which made the activations.
 
@@ -108,7 +108,7 @@ def calibrate_threshold(
         >>> t > 2, (logits > t).sum().item()
         (True, 3)
     """
-    check_rows("activations", activations)
+    check_shapes(activations=(activations, "B V or B N V"))
     check_choice("activation", activation, get_args(Activation))
     _check_number("target_active", target_active, activations.shape[-1], 0)
     rows = Entries("row", 0.0, keep=0)
@@ -292,12 +292,16 @@ def _pruned(
         if (limit := limits[i]) is not None:
             thresholds[i] = _logit(limit, of.activation)
         elif (held := thresholds[i]) is not None:
-            limits[i] = weight_at(held, of.activation)
+            limits[i] = weights_of(_double(held), of.activation).item()
     return (limits[0], limits[1]), (thresholds[0], thresholds[1])
 
 
 def _logit(weight: float, activation: str) -> float:
-    return logits_at(torch.tensor(weight, dtype=torch.float64, device="cpu"), activation).item()
+    return logits_at(_double(weight), activation).item()
+
+
+def _double(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64, device="cpu")
 
 
 def _sparsity(sides: Sequence[Entries], limits: Limits) -> Sparsity:

@@ -170,8 +170,7 @@ class DocumentFrequency:
                     check_integer(name, number, minimum=0)
                 counter = cls(numbers["vocab_size"])
                 counter.tokenizer_sha256 = str(archive["tokenizer_sha256"].item()) or None
-                counter.num_documents = numbers["num_documents"]
-                counter.num_tokens = numbers.get("num_tokens")  # old files have none
+                vars(counter).update({"num_tokens": None, **numbers})  # old files have no tokens
                 df = counter.df = torch.from_numpy(archive["df"])
                 if df.dtype != torch.int64 or df.shape != (counter.vocab_size,):
                     raise ValueError(f"its `df` is of {df.dtype} {list(df.shape)}")
