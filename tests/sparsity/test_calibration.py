@@ -372,7 +372,7 @@ def test_bad_input_is_named_and_changes_nothing(options, message):
     ("x", "target", "message"),
     [
         (torch.ones(2, 4), 4.5, "`target_active` above 0 and up to V = 4, got 4.5"),
-        (torch.ones(4), 1, r"shape \[..., V\], got \[4\]"),
+        (torch.ones(4), 1, r"shape \[B, V\] or \[B, N, V\], got \[4\]"),
         (torch.tensor([[1.0, -1.0]]), 1, "activations >= 0, got -1"),
         (torch.ones(0, 4), 1, "at least one row, got none"),
         (torch.tensor([[800.0, 900.0]]), 1, "those of finite logits, got 900"),
