@@ -13,6 +13,7 @@ from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.distributed import num_ranks, rank
+from sparse_losses.fast.scores import sparse_scores
 from sparse_losses.objective.teacher import Teacher, score_batch
 
 Similarity = Literal["cosine", "dot"]
@@ -191,13 +192,15 @@ def score(query: Tensor, *keys: Tensor, similarity: Similarity) -> Tensor:
     Without keys they are those of the queries with one another.
     """
     check_choice("similarity", similarity, ("cosine", "dot"))
-    check_shapes(query=(query, "B V"))  # which is dense
     dtype = compute_dtype(query=query, **{f"key {i}": key for i, key in enumerate(keys)})
-    rows = [x.to(dtype) for x in (query, *keys)]
+    rows = [x.to(dtype) for x in (query, *(keys or (query,)))]
+    if len(layouts := {x.layout for x in rows}) > 1:
+        raise ValueError(f"expected activations to score in one layout, got {layouts}")
+    if query.layout == torch.sparse_csr:
+        return sparse_scores(*rows, cosine=similarity == "cosine")
     query, *others = [normalize(x) for x in rows] if similarity == "cosine" else rows
     parts = [
-        query @ key.T if key.ndim == 2 else torch.einsum("bv,bnv->bn", query, key)
-        for key in others or [query]
+        query @ key.T if key.ndim == 2 else torch.einsum("bv,bnv->bn", query, key) for key in others
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 

@@ -264,10 +264,30 @@ def test_candidates_that_are_left_out_are_left_out_of_every_term_on_scores(negat
     assert all(value != without[name] for name, value in values.items())
 
 
-def test_sparse_vectors_are_refused_by_name_where_only_dense_ones_are_taken():
-    b = change(batch(), lambda x: x.to_sparse_csr())
-    with pytest.raises(TypeError, match=r"'distillation': .*dense, got torch.sparse_csr"):
-        objective({"distillation": 1.0})(b)
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+@pytest.mark.parametrize("size", [0, B])
+def test_sparse_vectors_have_the_scores_and_gradients_of_dense_ones(size, similarity):
+    torch.manual_seed(0)
+    sides = [(torch.randn(rows, V).double() - 0.7).relu() for rows in (B, B, size) if rows]
+    sides[0][1] = 0.0
+    names = ["distillation", "context_distillation", "ranknet", *(["margin_mse"] if size else [])]
+    made = {name: (1.0, getattr(terms, name)(similarity=similarity)) for name in names}
+    made["info_nce"] = 1.0, terms.info_nce(sl.InfoNCELoss(similarity=similarity))
+    teacher = {"teacher_scores": torch.randn(B, B + size).double(), "teacher_candidates": "batch"}
+    teacher["teacher_anchor_scores"] = torch.randn(B, B).double()
+    found = []
+    for layout in (torch.strided, torch.sparse_csr):
+        leaves = [x.to_sparse_csr() if layout != torch.strided else x.clone() for x in sides]
+        texts = [sl.Texts(x.requires_grad_()) for x in leaves]
+        output = sl.SpladeObjective(made)(sl.SpladeBatch(*texts, **teacher))
+        output.total.backward()
+        assert all(x.grad.layout == layout for x in leaves)
+        grads = [x.grad.to_dense() * (side > 0) for x, side in zip(leaves, sides, strict=True)]
+        found.append((output.total.detach(), output.terms, grads))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    mixed = sl.SpladeBatch(sl.Texts(sides[0].to_sparse_csr()), sl.Texts(sides[1]), **teacher)
+    with pytest.raises(ValueError, match=r"'distillation': expected activations .* one layout"):
+        sl.SpladeObjective(made)(mixed)
 
 
 # ------------------------------------------------------------------------------------------------
