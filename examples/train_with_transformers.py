@@ -73,7 +73,6 @@ def train(folder: Path, *, steps: int = 40, resume: Path | None = None) -> Objec
         TrainingSchedule(objective, warmups={"query_flops": Warmup(20, "quadratic")}),
         loss=objective,
         diagnostics={"document": Diagnostics(encoder.vocab_size)},
-        calibrate={"documents": tiny.DOCUMENTS, "target_active": 3},  # the end
     )
     trainer = ObjectiveTrainer(
         encoder,
@@ -99,6 +98,7 @@ def train(folder: Path, *, steps: int = 40, resume: Path | None = None) -> Objec
         callbacks=[state],
     )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    calibrate(encoder, tiny.DOCUMENTS, 3, verbose=trainer.is_world_process_zero())
     if trainer.is_world_process_zero():
         encoder.save_pretrained(folder / "calibrated")
     return trainer

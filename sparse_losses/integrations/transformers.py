@@ -1,7 +1,5 @@
 """A callback for the ``Trainer`` of transformers, and for all trainers that inherit from it."""
 
-import contextlib
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from torch import Tensor, nn
 import sparse_losses as sl
 from sparse_losses._core.extras import from_extra
 from sparse_losses.distributed import sum_over_ranks
-from sparse_losses.sparsity.calibration import checked
 
 with from_extra("transformers"):
     from transformers import TrainerCallback, TrainerState
@@ -23,14 +20,13 @@ __all__ = ["TrainingState"]
 
 # The type checker sees their classes as Any, and a subclass of Any is an error.
 class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """A callback for trainers of transformers and sentence-transformers: state, log, calibration.
+    """A callback for trainers of transformers and sentence-transformers: their state and log.
 
     Checkpoints have the states of the schedules and the learned parameters of ``loss``, and
     ``resume_from_checkpoint`` restores them. A run that begins again before its end, as with
     ``auto_find_batch_size``, starts its schedules anew. On several processes these parameters start
     alike and their gradients are averaged; make the encoder the trainer's model. The log has the
-    terms of every ``SpladeObjective``, without weights, and the diagnostics. At the end
-    ``calibrate`` runs, if its arguments are given; the checkpoints are not calibrated.
+    terms of every ``SpladeObjective``, without weights, and the diagnostics.
 
     Args:
         *schedules: each a ``TrainingSchedule``, or another object with ``attach(optimizer)``,
@@ -38,8 +34,6 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         loss: the loss module, or a dict of them, whose parameters (a temperature, prototypes) are
             learned and not part of the trainer's model; they must be in its optimiser.
         diagnostics: by side, ``"query"`` or ``"document"``, of the training since the last log.
-        calibrate: arguments of ``calibrate``: ``{"documents": texts, "target_active": 64}``; its
-            ``"model"`` is by default the trainer's.
 
     Examples:
         >>> from sparse_losses import SpladeObjective
@@ -54,11 +48,9 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         *schedules: Any,
         loss: nn.Module | Mapping[str, nn.Module] | None = None,
         diagnostics: Mapping[str, sl.Diagnostics] | None = None,
-        calibrate: Mapping[str, Any] | None = None,
     ) -> None:
         self.schedules, self.diagnostics = schedules, dict(diagnostics or {})
         self.losses = dict(loss if isinstance(loss, Mapping) else {"loss": loss or nn.Module()})
-        self.calibrate = dict(calibrate or {})
         self._learned: dict[str, nn.Parameter] = {}
         self._handles: list[Any] = []
         self._start: list[dict[str, Any]] = []  # states of the schedules as training began
@@ -102,11 +94,6 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         if isinstance(state.stateful_callbacks.get(type(self).__name__), list):
             raise ValueError("expected one TrainingState for all schedules, got several")
         optimizer, model = objects["optimizer"], objects["model"]
-        self._calibration = {"model": model, **self.calibrate}
-        if self.calibrate:
-            bound = inspect.signature(sl.calibrate).bind(**self._calibration)
-            with contextlib.ExitStack() as stack:
-                checked(stack, **bound.arguments)
         its_own = {id(x) for x in model.parameters()}
         self._learned = {
             f"{key}.{name}": x
@@ -138,13 +125,11 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._handles.pop().remove()
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Detach, restore the best model's learned parameters, calibrate the encoder."""
+        """Detach, and restore the best model's learned parameters."""
         self._detach()
         if args.load_best_model_at_end and state.best_model_checkpoint and self._learned:
             best = Path(state.best_model_checkpoint, "trainer_state.json")
             self._restore(TrainerState.load_from_json(str(best)), schedules=False)
-        if self.calibrate:
-            sl.calibrate(**{"verbose": state.is_world_process_zero, **self._calibration})
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Average the gradients of the learned parameters over the processes."""

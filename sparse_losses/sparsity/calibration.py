@@ -191,13 +191,22 @@ def calibrate(
         >>> (head(hidden) > 0).tolist()
         [[True, False, False, False, False]]
     """
+    check_choice("method", method, ("prune", "shift"))
+    check_integer("keep_at_least", keep_at_least, minimum=0)
     is_shift, numbers = method == "shift", (target_active, query_target, target_products)
     kept, lowest = (0, -math.inf) if is_shift else (keep_at_least, 0.0)
     sides: list[Entries] = []
     with contextlib.ExitStack() as stack, torch.no_grad():
-        of, targets = checked(stack, model, documents, queries, method, keep_at_least, *numbers)
+        of = adapter_of(model, is_shift, stack)
+        both = [documents] if queries is None else [documents, queries]
+        for name, data in zip(SIDES, both, strict=False):
+            if of.takes_texts:
+                check_texts(data)
+                if not data:
+                    raise ValueError(f"expected at least one {name}, got none")
+        targets = _targets(of, is_shift, kept, queries, *numbers)
         stack.enter_context(evaluating(model))
-        for i, data in enumerate([documents] if queries is None else [documents, queries]):
+        for i, data in enumerate(both):
             wanted = math.inf
             if of.takes_texts:
                 wanted = max(pair[i] or math.inf for pair in targets) * len(data)
@@ -239,37 +248,6 @@ def calibrate(
         if not is_shift and of.takes_texts and not of.takes_several:
             print("A SparseEncoder does not save these thresholds: calibrate again after loading.")
     return result
-
-
-def checked(
-    stack: contextlib.ExitStack,
-    model: Any,
-    documents: Any,
-    queries: Any = None,
-    method: str = "prune",
-    keep_at_least: int = 1,
-    target_active: Any = None,
-    query_target: Any = None,
-    target_products: Any = None,
-    **others: Any,
-) -> tuple[Adapter, list[Limits]]:
-    """Return what reads the model until the stack closes, and the numbers; read no text."""
-    check_choice("method", method, ("prune", "shift"))
-    check_integer("keep_at_least", keep_at_least, minimum=0)
-    is_shift = method == "shift"
-    of = adapter_of(model, is_shift, stack)
-    for name, data in zip(SIDES, (documents, queries), strict=True):
-        if of.takes_texts and (data is not None or name == "document"):
-            check_texts(data)
-            if not data:
-                raise ValueError(f"expected at least one {name}, got none")
-    kept = 0 if is_shift else keep_at_least
-    targets = _targets(of, is_shift, kept, target_active, query_target, target_products)
-    if queries is None and (query_target is not None or target_products is not None):
-        raise ValueError("expected `queries` for `query_target` or `target_products`, got None")
-    if is_shift and of.bias() is None:
-        raise ValueError("expected a projection with a bias to shift, got none")
-    return of, targets
 
 
 def _batches(of: Adapter, data: Any, batch_size: int, show_progress: bool | None) -> Iterator[Any]:
@@ -315,7 +293,7 @@ def _sparsity(sides: Sequence[Entries], limits: Limits) -> Sparsity:
 
 
 def _targets(
-    of: Adapter, is_shift: bool, keep: int, documents: Any, queries: Any, products: Any
+    of: Adapter, is_shift: bool, keep: int, texts: Any, documents: Any, queries: Any, products: Any
 ) -> list[Limits]:
     """Return the numbers of active dimensions of documents and queries, checked."""
     numbers = list(documents) if isinstance(documents, (list, tuple)) else [documents]
@@ -336,6 +314,10 @@ def _targets(
         raise ValueError(f"expected active dimensions or `target_products`, got {given}")
     if products is not None:
         check_number("target_products", products, minimum=0.0, exclusive=True)
+    if texts is None and (queries is not None or products is not None):
+        raise ValueError("expected `queries` for `query_target` or `target_products`, got None")
+    if is_shift and of.bias() is None:
+        raise ValueError("expected a projection with a bias to shift, got none")
     return list(zip(numbers, others, strict=True))
 
 

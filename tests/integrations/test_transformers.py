@@ -156,31 +156,3 @@ def test_checkpoints_of_another_run_and_damaged_ones_are_errors(tmp_path):
         with pytest.raises(ValueError, match=r"temperature'\] in checkpoint-2, got others"):
             trainer.train(resume_from_checkpoint=True)
         assert setting.temperature(objective).item() == before
-
-
-def test_both_sides_are_calibrated_at_the_end(tmp_path, capsys):
-    encoder, objective = setting.encoder(), setting.objective()
-    documents, queries = (
-        [row[name] for row in setting.rows(60)] for name in ("positive", "anchor")
-    )
-    arguments = {"documents": documents, "target_active": 6, "queries": queries, "query_target": 4}
-    state = TrainingState(loss=objective, calibrate=arguments)
-    make(tmp_path, objective, encoder=encoder, state=state, max_steps=7).train()
-    vectors = encoder.encode(documents), encoder.encode_query(queries)
-    assert [len(x.values()) / 60 for x in vectors] == pytest.approx([6, 4], rel=0.05)
-    assert "documents: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"model": torch.nn.Linear(2, 2)}, "expected a SpladeEncoder, .* got Linear"),
-        ({"documents": []}, "expected at least one document, got none"),
-        ({"target_active": 1000}, "expected `target_active` .* to V = 120, got 1000"),
-        ({"calibrate_to": 3}, "unexpected keyword argument 'calibrate_to'"),
-    ],
-)
-def test_what_cannot_be_calibrated_is_an_error_when_training_starts(arguments, message, tmp_path):
-    state = TrainingState(calibrate={"documents": ["a"] * 5, "target_active": 3, **arguments})
-    with pytest.raises((TypeError, ValueError), match=message):
-        make(tmp_path, setting.objective(), state=state).train()
