@@ -148,9 +148,8 @@ class Preset:
                     needed = "`allowed_token_ids` and `idf`"
                     raise ValueError(f"{self.name} penalises other languages and needs {needed}")
                 options = {**special, "penalty": self.language_penalty}
-                numbers = {
-                    "token_penalty": language_penalty(len(idf), allowed_token_ids, **options)
-                }
+                penalty = language_penalty(len(idf), allowed_token_ids, **options)
+                numbers = {"token_penalty": penalty}
             elif kind in ("self_reconstruction", "positive_activation"):
                 numbers = {"ignore_token_ids": special_token_ids}
             made[term] = weight, getattr(terms, kind)(*side, make(**numbers), **given.get(kind, {}))

@@ -4,8 +4,8 @@ Halves are multiplied as halves. CSR rows are multiplied all at once, and have a
 entries alone.
 """
 
-from collections.abc import Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Set
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,33 +169,3 @@ class Scores:
         if self.paired in found:
             found[self.paired] = found[self.paired].squeeze(1)
         return found
-
-
-def sparse_scores(*inputs: Tensor, cosine: bool) -> Tensor:
-    """Return the scores ``[B, C]`` of CSR queries with CSR keys; their gradients are CSR too."""
-    scores: Tensor = _SparseScores.apply(cosine, *inputs)  # type: ignore[no-untyped-call]
-    return scores
-
-
-class _SparseScores(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, cosine: bool, *inputs: Tensor) -> Tensor:
-        ctx.cosine = cosine
-        ctx.save_for_backward(*inputs)
-        return _scores_of(set(), inputs, cosine).block(slice(0, len(inputs[0])))
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise NotImplementedError("expected create_graph=False with CSR tensors")
-        names = [str(i) for i in range(len(ctx.saved_tensors))]
-        needs = {name for name, need in zip(names, ctx.needs_input_grad[1:], strict=True) if need}
-        scores = _scores_of(needs, ctx.saved_tensors, ctx.cosine)
-        scores.backward(slice(0, len(upstream)), upstream.clone())
-        gradients = scores.gradients()
-        return None, *(gradients.get(name) for name in names)
-
-
-def _scores_of(needs: Set[str], inputs: Sequence[Tensor], cosine: bool) -> Scores:
-    named = {str(i): x for i, x in enumerate(inputs)}
-    return Scores(needs, named, temperature=1.0, cosine=cosine)

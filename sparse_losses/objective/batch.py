@@ -13,7 +13,7 @@ from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.distributed import num_ranks, rank
-from sparse_losses.fast.scores import sparse_scores
+from sparse_losses.fast.sparse_scores import sparse_scores
 from sparse_losses.objective.teacher import Teacher, score_batch
 
 Similarity = Literal["cosine", "dot"]

@@ -94,8 +94,7 @@ class Diagnostics:
             other_attention_mask=(others[1], "B T, optional"),
         )
         if size["V"] != self.vocab_size:
-            expected, received = [size["B"], self.vocab_size], list(x.shape)
-            raise ValueError(f"expected `activations` [B, V] = {expected}, got {received}")
+            raise ValueError(f"expected activations of V = {self.vocab_size}, got {size['V']}")
         x, wide = x.detach(), widest_dtype(x.device)
         is_csr = x.layout == torch.sparse_csr
         # A NaN is larger than any number.
@@ -194,13 +193,9 @@ def _sums(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Callable[[Tensor, int]
     """Return the values of ``x [B, V]``, and what sums such values over a dimension."""
     if x.layout == torch.strided:
         return x, lambda value, dim: value.sum(dim, dtype=dtype)
-    entries, (size, vocab_size) = entries_of(x), x.shape
-
-    def sums(value: Tensor, dim: int) -> Tensor:
-        value = value.to(dtype)
-        return entries.sum_rows(size, value) if dim else entries.sum_columns(vocab_size, value)
-
-    return entries.value, sums
+    entries = entries_of(x)
+    by = entries.sum_columns, entries.sum_rows
+    return entries.value, lambda value, dim: by[dim](x.shape[1 - dim], value.to(dtype))
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:

@@ -105,8 +105,7 @@ class TrainingSchedule:
         phases = curriculum.phases if curriculum else ()
         named = {*self.warmups, *(name for phase in phases for name in phase.weights)}
         self._names = named.intersection(objective.active())
-        ranking: Any = getattr(objective.terms, "info_nce", None)
-        self._ranking = getattr(ranking, "loss", None)
+        self._ranking: Any = getattr(getattr(objective.terms, "info_nce", None), "loss", None)
         self._temperature = getattr(self._ranking, "temperature", None)
         self._phase: Phase | None = None
         self._apply()
@@ -141,10 +140,9 @@ class TrainingSchedule:
             self._temperature.detach().fill_(state["temperature"])
 
     def _apply(self) -> None:
-        step = self.steps_taken
-        phase = Phase(0) if self.curriculum is None else self.curriculum(step)
+        phase = Phase(0) if self.curriculum is None else self.curriculum(self.steps_taken)
         now = {**self.base, **phase.weights}
-        factors = {name: warmup(step) for name, warmup in self.warmups.items()}
+        factors = {name: warmup(self.steps_taken) for name, warmup in self.warmups.items()}
         self.objective.weights.update({n: factors.get(n, 1.0) * now[n] for n in self._names})
         if phase != self._phase and self._ranking is not None:
             if not isinstance(self._temperature, Tensor):

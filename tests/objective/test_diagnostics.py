@@ -118,7 +118,7 @@ def test_numbers_without_inputs_are_not_in_the_report():
     assert not {name for name in diagnostics.report() if "share" in name or "recall" in name}
     diagnostics.reset()
     assert diagnostics.report() == {}
-    with pytest.raises(ValueError, match=rf"\[3, {V}\], got \[3, 5\]"):
+    with pytest.raises(ValueError, match=f"V = {V}, got 5"):
         diagnostics.update(torch.rand(3, 5))
 
 
