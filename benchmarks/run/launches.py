@@ -109,9 +109,11 @@ class Launches(TorchDispatchMode):
             self._remember(received, made)
             if name not in NO_LAUNCH:
                 count_flops = FLOPS.get(function._overloadpacket)
-                flops = count_flops(*args, **kwargs, out_val=outputs) if count_flops else 0
+                plain = [x for x in args if not isinstance(x, torch.dtype)]  # an `out_dtype`
+                flops = count_flops(*plain, **kwargs, out_val=outputs) if count_flops else 0
                 size = _bytes(name, _tensors(args), made)
-                dtype = (received or made)[0].dtype
+                # Of a product the operands', not the fp32 sum's that it is added to.
+                dtype = min(received or made, key=lambda x: x.element_size() if flops else 0).dtype
                 # Without a mean the squares are one kernel.
                 count = 1 if name == "mse_loss" and made[0].ndim > 0 else SEVERAL.get(name, 1)
                 self.operations.append(Operation(name, count, size, flops, dtype))
