@@ -203,19 +203,3 @@ def test_a_page_says_what_it_follows_and_includes_its_formulas(page):
         assert mark not in split_code(body(text))[0]
 
 
-@pytest.mark.parametrize("named", ["none.md", "index.md:none"])
-def test_a_missing_file_or_section_is_an_error(named):
-    with pytest.raises(ValueError, match=r"expected a .* none"):
-        expand(f'--8<-- "{named}"')
-
-
-def sections(page):
-    """Return the ids of a page's sections, given or made of their words."""
-    prose = split_code(read(page))[0]
-    headings = re.findall(r"^ *##+ (.+?) *(?:\{ #([\w-]+) \})?$", prose, re.MULTILINE)
-    return [given or re.sub(r"\W+", "-", words.lower()) for words, given in headings]
-
-
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*/losses/*.md")), ids=name)
-def test_a_translated_loss_has_the_sections_of_the_english_page_without_the_api(page):
-    assert sections(page) == [x for x in sections(DOCS / "losses" / page.name) if x != "api"]
