@@ -201,5 +201,3 @@ def test_a_page_says_what_it_follows_and_includes_its_formulas(page):
     expand(text)  # a missing section is an error
     for mark in ("$$", r"\[", r"\(", r"\begin{"):
         assert mark not in split_code(body(text))[0]
-
-

@@ -15,7 +15,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from sparse_losses import SpladeEncoder, StaticQueryEncoder
-from tests.representation.tiny_models import causal_lm, masked_lm, saved, tokenizer, word_level
+from tests.representation.tiny_models import language_model, saved, tokenizer, word_level
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -93,7 +93,7 @@ def test_from_dense(script, request, model, words, tmp_path):
 @pytest.mark.parametrize("model", ["tiny", "decoder", "SPLADE_TINY"])
 def test_lora(script, request, model, words, tmp_path):
     if model == "decoder":
-        decoder = causal_lm("qwen3", len(words), max_position_embeddings=128)
+        decoder = language_model("qwen3", len(words), max_position_embeddings=128)
         path = saved(tmp_path / model, decoder, words)
     else:
         path = given(request, model)
@@ -146,7 +146,7 @@ def test_ndcg_by_hand(script):
 
 
 def test_korean(script, tmp_path):
-    model = masked_lm("xlm-roberta", 400, max_position_embeddings=140)
+    model = language_model("xlm-roberta", 400, max_position_embeddings=140)
     path, folder = saved(tmp_path / "model", model, tokenizer()), str(tmp_path / "trained")
     before, after = script("korean").main(path, steps=2, folder=folder)
     assert 0 <= after <= 1

@@ -5,17 +5,14 @@ import torch
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from sparse_losses import SpladeEncoder
-from tests.representation.test_encoder_models import BOTH_WAYS
 from tests.representation.tiny_models import (
     ARCHITECTURES,
+    BOTH_WAYS,
     TEXTS,
-    causal_lm,
     load_theirs,
-    masked_lm,
     pair,
     reloaded,
     saved,
-    tokenizer,
 )
 
 LONG = [text for text in TEXTS if text] * 3
@@ -107,14 +104,9 @@ def test_options_are_the_encoders_and_the_loaders(tmp_path):
 
 
 def test_trained_heads_and_other_architectures_are_refused(tmp_path):
-    words = tokenizer("bytes")
-    models = {
-        "bert": masked_lm("bert", len(words)),
-        "albert": masked_lm("albert", len(words)).base_model,
-        "qwen3": causal_lm("qwen3", len(words)).base_model,
-    }
-    for name, model in models.items():
-        saved(tmp_path / name, model, words)
+    saved(tmp_path / "bert", *pair("bert"))
+    for name in ("albert", "qwen3"):
+        dense_folder(name, tmp_path / name)
     for name, error, message in [
         ("bert", ValueError, "no trained head, got cls.*SpladeEncoder.from_pretrained loads it"),
         ("albert", TypeError, r"a head of one Linear \[8, 8\], as wide as the word embeddings"),

@@ -6,100 +6,52 @@ import peft
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 from tokenizers import processors
 
 from sparse_losses import SpladeEncoder
 from sparse_losses.functional import splade_pool
 from tests.representation.tiny_models import (
+    BOTH_WAYS,
     CAUSAL,
     IDS,
     SIZES,
     TEXTS,
-    causal_lm,
     dense,
     make,
-    masked_lm,
     pair,
     reloaded,
     scattered,
     tokenizer,
+    trained,
     with_lora,
 )
 
-BOTH_WAYS = Version(transformers.__version__) >= Version("5.2")
 both_ways = pytest.mark.skipif(not BOTH_WAYS, reason="an older transformers attends one way")
-
-LONG = ["a learned sparse retriever", "vectors over the vocabulary", "서울 맛집 추천"]
-
-
-def decoder(kind="llama", model=None, **options):
-    options = {"bidirectional": BOTH_WAYS} | options
-    words = tokenizer("bytes")
-    return SpladeEncoder(model or causal_lm(kind, len(words)), words, **options).eval()
-
 
 LINEAR = {"expansion": False, "importance": "linear", "activation": "identity"}
 
 
-@pytest.mark.parametrize("expansion", [True, False])
-def test_pool_mask_leaves_positions_out(expansion):
-    encoder = make(expansion=expansion)
-    batch = encoder.tokenize(LONG)
-    pool_mask = torch.zeros_like(batch["attention_mask"])
-    pool_mask[:, 2:4] = 1
-    with torch.no_grad():
-        ours = encoder(**batch, pool_mask=pool_mask)
-        if expansion:
-            logits = encoder.model(**batch).logits
-            expected = splade_pool(logits, batch["attention_mask"] * pool_mask)
-        else:
-            expected = encoder(**batch)
-            for row, ids in enumerate(batch["input_ids"]):
-                others = set(range(encoder.vocab_size)) - set(ids[2:4].tolist())
-                expected[row, list(others)] = 0
-        nothing = encoder(**batch, pool_mask=0 * pool_mask)
-        everything = encoder(**batch, pool_mask=torch.ones_like(pool_mask))
-    torch.testing.assert_close(ours, expected)
-    assert not nothing.any()
-    torch.testing.assert_close(everything, encoder(**batch))
+SETTINGS = [{"activation": "log1p_relu"}, {"softcap": 1.5}, {"logit_scale": 0.25}]
+SETTINGS += [{"pool_special_tokens": False}, SETTINGS[0] | {"softcap": 2.0, "logit_scale": 3.0}]
 
 
-def test_special_tokens_may_give_no_weights(tmp_path):
-    encoder = make(pool_special_tokens=False)
-    batch = encoder.tokenize(LONG)
-    special = torch.isin(batch["input_ids"], torch.tensor(encoder.tokenizer.all_special_ids))
-    with torch.no_grad():
-        logits = encoder.model(**batch).logits
-        torch.testing.assert_close(encoder(**batch), splade_pool(logits, (~special).int()))
-    weights = encoder.token_weights(LONG)
-    assert all(row[0][1] == row[-1][1] == 0 < max(w for _, w in row) for row in weights)
-    again = reloaded(encoder, tmp_path)
-    assert not again.pool_special_tokens
-    torch.testing.assert_close(dense(again), dense(encoder))
-    assert not dense(encoder, [""]).any()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"activation": "log1p_relu"},
-        {"softcap": 1.5},
-        {"logit_scale": 0.25},
-        {"activation": "log1p_relu", "softcap": 2.0, "logit_scale": 3.0},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
 def test_settings_of_the_logits_are_applied_and_saved(options, tmp_path):
     encoder, whole = make(**options), make()
-    batch = encoder.tokenize(TEXTS)
+    batch, special = encoder.tokenize(TEXTS), torch.tensor(encoder.tokenizer.all_special_ids)
+    mask = batch["attention_mask"].bool()
+    if "pool_special_tokens" in options:
+        mask &= ~torch.isin(batch["input_ids"], special)
+        assert not dense(encoder, [""]).any()
+        for weights in encoder.token_weights(TEXTS[:2]):
+            assert weights[0][1] == weights[-1][1] == 0 < max(w for _, w in weights)
     with torch.no_grad():
         logits = options.get("logit_scale", 1.0) * whole.model(**batch).logits
         rest = {name: options[name] for name in ("activation", "softcap") if name in options}
-        torch.testing.assert_close(
-            encoder(**batch), splade_pool(logits, batch["attention_mask"], **rest)
-        )
-    torch.testing.assert_close(dense(reloaded(encoder, tmp_path)), dense(encoder))
+        torch.testing.assert_close(encoder(**batch), splade_pool(logits, mask, **rest))
+    again = reloaded(encoder, tmp_path)
+    assert options.items() <= vars(again).items() or "logit_scale" in options
+    torch.testing.assert_close(dense(again), dense(encoder))
     assert SpladeEncoder.from_pretrained(tmp_path, activation="relu").activation == "relu"
 
 
@@ -108,9 +60,9 @@ def test_settings_of_the_logits_are_applied_and_saved(options, tmp_path):
 def test_attention_goes_both_ways_unless_told_otherwise(kind, tmp_path):
     ids = torch.arange(10, 16)[None].repeat(2, 1)
     ids[1, -1] = 99
-    model = causal_lm(kind, 300)
+    model, words = pair(kind)
     for bidirectional in (False, True, False):  # of one model, again and again
-        encoder = decoder(kind, model, bidirectional=bidirectional)
+        encoder = SpladeEncoder(model, words, bidirectional=bidirectional).eval()
         for each in (encoder, reloaded(encoder, tmp_path)):
             with torch.no_grad():
                 states = each._hidden(ids, torch.ones_like(ids))
@@ -127,7 +79,8 @@ def test_experts_attend_both_ways(seed):
     sizes = {**SIZES, **IDS, **experts, "head_dim": 8, "num_key_value_heads": 1}
     torch.manual_seed(seed)
     model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(vocab_size=300, **sizes))
-    assert decoder(model=scattered(model)).model.config.is_causal is False
+    encoder = SpladeEncoder(scattered(model), tokenizer("bytes"))
+    assert encoder.model.config.is_causal is False
 
 
 def test_model_that_stays_causal_is_refused():
@@ -143,7 +96,7 @@ def test_model_that_stays_causal_is_refused():
 @pytest.mark.parametrize("kind", CAUSAL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_padding_on_either_side_changes_nothing(kind, dtype):
-    encoder = decoder(kind).to(dtype)
+    encoder = make(kind).to(dtype)
     ids = torch.arange(10, 17)[None]
     padding = torch.zeros(1, 3, dtype=torch.int64)
     with torch.no_grad():
@@ -157,20 +110,24 @@ def test_padding_on_either_side_changes_nothing(kind, dtype):
 
 
 def test_tokenizer_without_padding_gets_its_end_of_text_token():
-    words = tokenizer("bytes")
+    model, words = pair("llama")
     words.pad_token, words.eos_token = None, "</s>"
-    encoder = SpladeEncoder(causal_lm("llama", len(words)), words, bidirectional=BOTH_WAYS)
+    encoder = SpladeEncoder(model, words, bidirectional=BOTH_WAYS)
     assert encoder.tokenizer.pad_token == "</s>"
     assert encoder.encode(["a", "a longer text"]).shape == (2, len(words))
 
 
 BODY = ["query", "q_proj"]
+ADAPTED = {
+    "body": (BODY, {}),
+    "transform": (["dense", "gate_proj"], {}),
+    "trained copy": (BODY, {"modules_to_save": ["decoder", "lm_head"]}),
+}
 
 
 def adapted(kind, targets, base=None, **options):
     """A model and its tokenizer; the model has trained adapters, and perhaps a path."""
-    words = tokenizer("wordpiece" if kind == "bert" else "bytes")
-    model = (masked_lm if kind == "bert" else causal_lm)(kind, len(words))
+    model, words = pair(kind)
     if base is not None:
         model.save_pretrained(base)
         model = type(model).from_pretrained(base)
@@ -180,17 +137,22 @@ def adapted(kind, targets, base=None, **options):
 @pytest.mark.filterwarnings("ignore:Model (has|with) .tie_word", "ignore:Setting .save_emb")
 @pytest.mark.filterwarnings("ignore:Could not find a config file")
 @pytest.mark.parametrize("kind", ["bert", "qwen3"])
-@pytest.mark.parametrize("copied", [False, True])
-def test_adapted_model_trains_and_reloads_alone(kind, copied, tmp_path):
-    options = {"modules_to_save": ["decoder", "lm_head"]} if copied else {}
-    model, words = adapted(kind, BODY, tmp_path / "base", **options)
+@pytest.mark.parametrize("place", ADAPTED)
+def test_adapted_model_trains_and_reloads_alone(kind, place, tmp_path):
+    targets, options = ADAPTED[place]
+    model, words = adapted(kind, targets, tmp_path / "base", **options)
     encoder = SpladeEncoder(model, words, bidirectional=BOTH_WAYS).eval()
     batch = encoder.tokenize(TEXTS)
-    with torch.no_grad():
-        logits = encoder.model(**batch).logits
-        torch.testing.assert_close(encoder(**batch), splade_pool(logits, batch["attention_mask"]))
-    learned = [p for p in encoder.parameters() if p.requires_grad]
-    assert all(g.any() for g in torch.autograd.grad(encoder(**batch).sum(), learned))
+    logits = encoder.model(**batch).logits
+    vectors = encoder(**batch), splade_pool(logits, batch["attention_mask"])
+    torch.testing.assert_close(*vectors)
+    learned, upstream = (
+        [p for p in encoder.parameters() if p.requires_grad],
+        torch.randn(len(words)),
+    )
+    actual, wanted = (torch.autograd.grad((x * upstream).sum(), learned) for x in vectors)
+    assert all(g.any() for g in wanted)
+    torch.testing.assert_close(actual, wanted, atol=1e-4, rtol=1e-4)
     folder = tmp_path / "saved"
     again = reloaded(encoder, folder)
     assert (folder / "adapter_model.safetensors").exists()
@@ -219,24 +181,21 @@ def test_adapters_of_peft_alone_load(tmp_path):
         SpladeEncoder.from_pretrained(tmp_path / "adapters")
 
 
-@pytest.mark.parametrize(("architecture", "layer"), [("bert", "dense"), ("modernbert", "dense")])
-def test_adapters_of_the_body_are_taken_whenever_they_are_added(architecture, layer):
+@pytest.mark.parametrize("architecture", ["bert", "modernbert"])
+def test_adapters_of_the_body_are_taken_whenever_they_are_added(architecture):
     encoder = make(architecture)
     plain = dense(encoder)
-    encoder.model = with_lora(encoder.model, [layer])
+    encoder.model = with_lora(encoder.model, ["dense"])
     assert not torch.allclose(dense(encoder), plain)
     adapted = SpladeEncoder(encoder.model, encoder.tokenizer).eval()
     torch.testing.assert_close(dense(encoder), dense(adapted))
 
 
-@pytest.mark.parametrize(
-    ("architecture", "layer", "options"),
-    [
-        ("xlm-roberta", "dense", {}),
-        ("distilbert", "vocab_transform", {}),
-        ("bert", "decoder", {"ensure_weight_tying": False}),
-    ],
-)
+OF_THE_HEAD = [("xlm-roberta", "dense", {}), ("distilbert", "vocab_transform", {})]
+OF_THE_HEAD += [("bert", "decoder", {"ensure_weight_tying": False})]
+
+
+@pytest.mark.parametrize(("architecture", "layer", "options"), OF_THE_HEAD)
 def test_adapters_of_the_head_are_refused_when_added_or_removed(architecture, layer, options):
     encoder = make(architecture)
     encoder.model = with_lora(encoder.model, [layer], **options)
@@ -308,9 +267,8 @@ def test_types_that_a_tokenizer_gives_a_text_reach_the_model():
 
 @pytest.mark.parametrize("texts", [[""], ["", ""], []], ids=len)
 def test_texts_without_any_token_have_no_weights(texts):
-    words = tokenizer("bytes")
-    words.backend_tokenizer.post_processor = processors.ByteLevel()
-    encoder = SpladeEncoder(causal_lm("llama", len(words)), words, bidirectional=BOTH_WAYS).eval()
+    encoder = make("llama")
+    encoder.tokenizer.backend_tokenizer.post_processor = processors.ByteLevel()
     assert not dense(encoder, texts).any()
     assert dense(encoder, [*texts, "a"])[-1].any()
 
@@ -320,11 +278,7 @@ def test_adapters_that_transformers_added_are_saved(tmp_path):
     masked.save_pretrained(tmp_path / "base")
     model = type(masked).from_pretrained(tmp_path / "base")
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["query"]))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.5)
-    encoder = SpladeEncoder(model, words).eval()
+    encoder = SpladeEncoder(trained(model), words).eval()
     torch.testing.assert_close(dense(reloaded(encoder, tmp_path / "added")), dense(encoder))
 
 
@@ -332,12 +286,11 @@ def test_adapters_that_transformers_added_are_saved(tmp_path):
 @pytest.mark.parametrize(("kind", "copied"), [("bert", True), ("qwen3", True), ("qwen3", False)])
 def test_merged_adapters_save_as_a_plain_model(kind, copied, tmp_path):
     """Also with a copy of a projection that is tied to the input embeddings."""
-    options = {"modules_to_save": ["decoder", "lm_head"]} if copied else {}
-    model, words = adapted(kind, BODY, tmp_path / "base", **options)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "modules_to_save" in name:
-                parameter.add_(torch.randn_like(parameter))
+    targets, options = ADAPTED["trained copy" if copied else "body"]
+    model, words = adapted(kind, targets, tmp_path / "base", **options)
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            parameter.data += torch.randn_like(parameter)
     options = {"bidirectional": BOTH_WAYS}
     expected = dense(SpladeEncoder(model, words, **options).eval())
     encoder = SpladeEncoder(model.merge_and_unload(), words, **options).eval()
@@ -371,11 +324,10 @@ def test_linear_importance_is_bge_m3s_head(tmp_path):
     layer.load_state_dict(torch.load(tmp_path / "sparse_linear.pt", weights_only=True))
     expected = torch.zeros_like(ours)
     special = set(encoder.tokenizer.all_special_ids)
-    for i, ids in enumerate(batch["input_ids"].tolist()):
-        for s, j in enumerate(ids):
-            if j not in special and batch["attention_mask"][i, s]:
-                weight = max(float(layer(hidden[i, s]).detach()), 0.0)
-                expected[i, j] = max(float(expected[i, j]), weight)
+    for i, s in batch["attention_mask"].nonzero().tolist():
+        if (j := int(batch["input_ids"][i, s])) not in special:
+            weight = max(float(layer(hidden[i, s]).detach()), 0.0)
+            expected[i, j] = max(float(expected[i, j]), weight)
     assert expected.any()
     torch.testing.assert_close(ours, expected)
     torch.testing.assert_close(dense(SpladeEncoder.from_pretrained(tmp_path)), dense(encoder))

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from sparse_losses import SpladeEncoder, SpladeHead
+from sparse_losses import SpladeHead
 from sparse_losses.functional import splade_pool
 from sparse_losses.representation import head
-from tests.representation.tiny_models import causal_lm, make, tokenizer
+from tests.representation.tiny_models import make
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.compiler, "is_exporting"), reason="PyTorch 2.6 cannot say that it exports"
@@ -42,10 +42,7 @@ class Documents(nn.Module):
 
 
 def encoder_of(kind):
-    if kind == "decoder":
-        words = tokenizer("bytes")
-        return SpladeEncoder(causal_lm("qwen3", len(words)), words).eval()
-    encoder = make("bert", **KINDS[kind])
+    encoder = make("qwen3" if kind == "decoder" else "bert", **KINDS[kind])
     return Documents(encoder) if kind == "pruned" else encoder
 
 

@@ -10,17 +10,15 @@ from torch import nn
 from sparse_losses import SpladeEncoder, SpladeHead, calibrate
 from sparse_losses.functional import info_nce_loss
 from tests.distributed.threads import run_threads
-from tests.representation.test_encoder_models import BOTH_WAYS
 from tests.representation.tiny_models import (
+    BOTH_WAYS,
     TEXTS,
     VARIANTS,
-    causal_lm,
     dense,
     load_theirs,
     make,
-    masked_lm,
+    pair,
     reloaded,
-    tokenizer,
 )
 
 TWO_WORDS = [f"{x} {y}" for x in ("quick", "dog", "fox") for y in ("brown", "over", "sparse")]
@@ -129,8 +127,7 @@ def test_a_shifted_start_comes_before_it():
 
 def large(kind):
     """A model whose logits are 16 times larger than usual."""
-    words = tokenizer("bytes")
-    model = (masked_lm if kind == "modernbert" else causal_lm)(kind, len(words))
+    model, words = pair(kind)
     place = {"modernbert": "head.norm", "qwen3": "model.norm"}[kind]
     with torch.no_grad():
         model.get_submodule(place).weight.mul_(16)

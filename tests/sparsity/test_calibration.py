@@ -10,19 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from sparse_losses import SpladeEncoder, SpladeHead, calibrate, calibrate_threshold
+from sparse_losses import SpladeHead, calibrate, calibrate_threshold
 from sparse_losses.functional import splade_pool
 from sparse_losses.sparsity import entries
-from tests.representation.test_encoder_models import BOTH_WAYS
 from tests.representation.tiny_models import (
     CORPUS,
     TEXTS,
     VARIANTS,
-    causal_lm,
     dense,
     make,
     reloaded,
-    tokenizer,
 )
 
 DOCUMENTS = [*CORPUS[:7], "dogs over the fox", "추천 메뉴", "U.S.A. weight"]
@@ -131,15 +128,12 @@ def test_other_texts_have_what_was_asked_for(name, target):
     assert own == pytest.approx(target, rel=0.02)
 
 
-ENCODERS = {**VARIANTS, "log1p": {"activation": "log1p_relu"}, "decoder": {}}
+ENCODERS = {**VARIANTS, "log1p": {"activation": "log1p_relu"}}
+ENCODERS["decoder"] = {"architecture": "gemma2", "logit_scale": 0.5}
 
 
 def encoder_of(kind):
-    if kind != "decoder":
-        return make(**ENCODERS[kind])
-    words = tokenizer("bytes")
-    options = {"logit_scale": 0.5, "bidirectional": BOTH_WAYS}
-    return SpladeEncoder(causal_lm("gemma2", len(words)), words, **options).eval()
+    return make(**ENCODERS[kind])
 
 
 def bias_of(encoder):

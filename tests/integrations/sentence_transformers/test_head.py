@@ -18,7 +18,7 @@ from sparse_losses.integrations.sentence_transformers import use_splade_head
 from sparse_losses.objective import terms
 from tests.distributed.ranks import as_torchrun_would
 from tests.integrations.sentence_transformers import runs
-from tests.representation.tiny_models import ISSUE, masked_lm, saved, tokenizer
+from tests.representation.tiny_models import ISSUE, language_model, saved, tokenizer
 
 TEXTS = runs.COLUMNS["positive"] + runs.COLUMNS["negative"]  # one is empty
 
@@ -53,7 +53,7 @@ def refuse_logits(model):
 
 def of(architecture, path, change=lambda model: None):
     """An encoder of a tiny language model."""
-    model = masked_lm(architecture, runs.VOCABULARY)
+    model = language_model(architecture, runs.VOCABULARY)
     change(model)
     return runs.sparse_encoder(saved(path, model, tokenizer("wordpiece")))
 
