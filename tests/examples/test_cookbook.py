@@ -98,8 +98,7 @@ def test_lora(script, request, model, words, tmp_path):
     else:
         path = given(request, model)
     loaded = script("lora").main(path, steps=2, folder=str(tmp_path / "adapters"))
-    weights = dict(loaded.named_parameters())
-    adapters = [x for name, x in weights.items() if "lora_B" in name]
+    adapters = [x for name, x in loaded.named_parameters() if "lora_B" in name]
     assert adapters
     assert all(x.any() for x in adapters)  # they are 0 before the training
     assert not (tmp_path / "adapters" / "model.safetensors").exists()
@@ -113,16 +112,13 @@ def test_teachers(script, request, model, teacher):
     assert 0 < loss < 1000
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "printed"),
-    [
-        ("mined_negatives", {"steps": 2}, r"[1-9]\d* negatives of \d+ queries"),
-        ("large_batch", {"steps": 1, "batch": 64, "size": 16}, "64 pairs"),
-    ],
-)
-def test_a_training_prints_what_it_did(script, splade, capsys, name, options, printed):
-    assert script(name).main(splade, **options) > 0
-    assert re.search(printed, capsys.readouterr().out)
+def test_large_batch(script, splade):
+    assert script("large_batch").main(splade, steps=1, batch=64, size=16) > 0
+
+
+def test_mined_negatives(script, splade, capsys):
+    assert script("mined_negatives").main(splade, steps=2) > 0
+    assert re.search(r"[1-9]\d* negatives of \d+ queries", capsys.readouterr().out)
 
 
 def test_a_mined_negative_is_neither_the_answer_nor_as_good(script, tiny):
@@ -164,9 +160,7 @@ def test_inference_free(script, splade, tmp_path):
 
 def test_multi_label(script, splade):
     before, after = script("multi_label").main(splade, steps=20)
-    assert 0 < before < 1
-    assert 0 < after < 1
-    assert before != after
+    assert 0 < min(before, after) < max(before, after) < 1
 
 
 def test_the_labels_that_a_neighbour_shares_are_counted(script):
@@ -190,8 +184,7 @@ def test_a_large_batch_has_its_own_gradient(script, tiny):
     whole = loss(*(encoder(**encoder.tokenize(column)) for column in columns))
     whole.backward()
     torch.testing.assert_close(cached, whole.detach())
-    for parameter, gradient in zip(encoder.parameters(), gradients, strict=True):
-        torch.testing.assert_close(gradient, parameter.grad)
+    torch.testing.assert_close(gradients, [parameter.grad for parameter in encoder.parameters()])
 
 
 def test_to_an_index(script, splade, tmp_path):

@@ -179,9 +179,12 @@ def test_a_start_far_above_chance_is_told_at_the_first_log(tmp_path):
 
 
 def test_what_cannot_be_calibrated_is_an_error_when_training_starts(tmp_path):
-    for wrong in ({"model": torch.nn.Linear(2, 2)}, {"documents": []}, {"calibrate_to": 3}):
-        state = TrainingState(calibrate={"documents": ["a"] * 5, "target_active": 3, **wrong})
-        with pytest.raises(
-            (TypeError, ValueError), match=r"Linear|document, got none|calibrate_to"
-        ):
+    right = {"documents": ["a"] * 5, "target_active": 3}
+    for name, value, message in [
+        ("model", torch.nn.Linear(2, 2), "got Linear"),
+        ("documents", [], "one document, got none"),
+        ("calibrate_to", 3, "argument 'calibrate_to'"),
+    ]:
+        state = TrainingState(calibrate={**right, name: value})
+        with pytest.raises((TypeError, ValueError), match=message):
             make(tmp_path, setting.objective(), state=state).train()
