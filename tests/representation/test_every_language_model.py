@@ -139,10 +139,7 @@ def seen(architecture, name):
         return head(hidden, batch["attention_mask"])
 
     def gradients(x):
-        found = torch.autograd.grad((x * upstream).sum(), learned, allow_unused=True)
-        return [
-            torch.zeros_like(p) if g is None else g for p, g in zip(learned, found, strict=True)
-        ]
+        return torch.autograd.grad((x * upstream).sum(), learned, materialize_grads=True)
 
     batch = {"input_ids": ids, "attention_mask": mask}
     expected = splade_pool(model(**batch, **without_cache(model.base_model)).logits, mask)
