@@ -83,8 +83,7 @@ def test_figures_of_rankings_follow_their_formulas():
 
 
 @pytest.mark.parametrize(
-    ("model", "arm"),
-    [("bag", "shift"), ("static", "shift"), ("decoder", "gain"), ("bag", "topk")],
+    ("model", "arm"), [("bag", "shift"), ("static", "shift"), ("decoder", "gain"), ("bag", "topk")]
 )
 def test_every_model_and_arm_starts_sparse_and_is_pruned_to_its_number(model, arm):
     texts = battery.Texts()

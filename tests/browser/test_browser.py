@@ -68,15 +68,11 @@ def test_a_page_is_whole_at_every_width_by_day_and_by_night(page, address, where
     assert [url for url in page.asked if not url.startswith((address, "data:", "blob:"))] == []
 
 
-def plots_of(page):
-    plots = page.query_selector_all(".plot[data-plot]")
-    assert plots
-    return plots
-
-
 def test_sliders_move_the_curves_and_begin_and_end_where_they_say(page, address, with_plot):
     visit(page, address, with_plot)
-    for plot in plots_of(page):
+    plots = page.query_selector_all(".plot[data-plot]")
+    assert plots
+    for plot in plots:
         name = plot.get_attribute("data-plot")
         assert plot.query_selector(".plot-stage canvas"), f"{name}: no plot, only its picture"
         declared = page.evaluate(SLIDERS, name)

@@ -13,17 +13,12 @@ from tools import tables
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def metadata(monkeypatch):
+def test_the_description_names_its_pages_or_links_to_those_of_its_version(monkeypatch):
     """The hook of the build, without Hatch, which only a build has."""
-    stub = types.ModuleType("hatchling.metadata.plugin.interface")
-    stub.MetadataHookInterface = object
-    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    hatch = types.SimpleNamespace(MetadataHookInterface=object)
+    monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", hatch)
     monkeypatch.delitem(sys.modules, "tools.metadata", raising=False)
-    return importlib.import_module("tools.metadata")
-
-
-def test_the_description_names_its_pages_or_links_to_those_of_its_version(metadata, monkeypatch):
+    metadata = importlib.import_module("tools.metadata")
     hook, project = metadata.Metadata(), {"version": "1.2"}
     hook.root = str(ROOT)
     addresses = {"REPO_URL": "https://localhost/a/b/", "SITE_URL": "https://localhost/site/"}

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from sparse_losses import SpladeEncoder, StaticQueryEncoder
 from tests.representation.tiny_models import language_model, saved, tokenizer, word_level
@@ -38,19 +37,11 @@ def words(script):
     return word_level(sorted(set(re.findall(r"\w+", texts.lower())))[:2000], model_max_length=128)
 
 
-def configuration(words):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"intermediate_size": 32, "max_position_embeddings": 128}
-    return BertConfig(vocab_size=len(words), **sizes)
-
-
 @pytest.fixture
 def tiny(words, tmp_path):
     """The folder of a model that is sparse already, as a trained SPLADE model is."""
-    model = BertForMaskedLM(configuration(words))
-    with torch.no_grad():
-        model.get_output_embeddings().bias -= 0.1
+    model = language_model("bert", len(words), max_position_embeddings=128)
+    model.get_output_embeddings().bias.data -= 2.0
     return saved(tmp_path / "tiny", model, words)
 
 
@@ -82,7 +73,8 @@ def test_fine_tune(script, splade, tmp_path):
 def test_from_dense(script, request, model, words, tmp_path):
     folder = tmp_path / "trained"
     if model == "dense":
-        path = saved(tmp_path / model, BertModel(configuration(words)), words)
+        body = language_model("bert", len(words), max_position_embeddings=128).base_model
+        path = saved(tmp_path / model, body, words)
     else:
         path = given(request, model)
     found = script("from_dense").main(path, steps=2, folder=str(folder))

@@ -8,14 +8,10 @@ from types import SimpleNamespace
 
 import lightning
 import pytest
+import sentence_transformers as st
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from sentence_transformers import (
-    SparseEncoder,
-    SparseEncoderTrainer,
-    SparseEncoderTrainingArguments,
-)
 from torch.utils.data import DistributedSampler
 
 from sparse_losses import Diagnostics, SpladeEncoder, TrainingSchedule
@@ -168,14 +164,14 @@ def by_sentence_transformers(folder, objective, *, mini_batch_size=None, scaler=
     """Likewise."""
     plan, _ = planned(options)
     settings = settings_of(plan) | {"batch_sampler": setting.in_order}
-    args = setting.arguments(folder, SparseEncoderTrainingArguments, **settings)
+    args = setting.arguments(folder, st.SparseEncoderTrainingArguments, **settings)
     with args.main_process_first():
         if args.process_index == 0:
             setting.encoder().save_pretrained(folder / "start")
-    model = SparseEncoder(str(folder / "start"), device="cpu")
+    model = st.SparseEncoder(str(folder / "start"), device="cpu")
     schedule = setting.schedule_of(objective)
     loss = SentenceTransformersLoss(model, objective, mini_batch_size=mini_batch_size)
-    trainer = SparseEncoderTrainer(
+    trainer = st.SparseEncoderTrainer(
         model=model,
         args=args,
         train_dataset=Dataset.from_list(setting.rows(16)),

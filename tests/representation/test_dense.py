@@ -5,23 +5,15 @@ import torch
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from sparse_losses import SpladeEncoder
-from tests.representation.tiny_models import (
-    ARCHITECTURES,
-    BOTH_WAYS,
-    TEXTS,
-    load_theirs,
-    pair,
-    reloaded,
-    saved,
-)
+from tests.representation import tiny_models as tiny
 
-LONG = [text for text in TEXTS if text] * 3
+LONG = [text for text in tiny.TEXTS if text] * 3
 
 
 def dense_folder(architecture, path):
     """The body of a model and its tokenizer, as a dense encoder is saved."""
-    model, words = pair(architecture)
-    return saved(path, model.base_model, words)
+    model, words = tiny.pair(architecture)
+    return tiny.saved(path, model.base_model, words)
 
 
 def products(folder, batch):
@@ -39,7 +31,7 @@ def products(folder, batch):
 
 
 @pytest.mark.filterwarnings("ignore:expected")
-@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES} - {"albert"}))
+@pytest.mark.parametrize("architecture", sorted({*tiny.ARCHITECTURES} - {"albert"}))
 def test_logits_are_products_with_word_embeddings_and_all_load_them(architecture, tmp_path):
     folder = dense_folder(architecture, tmp_path / "dense")
     encoder = SpladeEncoder.from_dense(folder, LONG, start_active=12)
@@ -55,11 +47,11 @@ def test_logits_are_products_with_word_embeddings_and_all_load_them(architecture
     words = encoder.model.get_input_embeddings().weight
     assert encoder.head.weight is words
     dense = encoder.encode(LONG, output="dense")
-    again = reloaded(encoder, tmp_path / "saved")
+    again = tiny.reloaded(encoder, tmp_path / "saved")
     torch.testing.assert_close(again.encode(LONG, output="dense"), dense)
     theirs = AutoModelForMaskedLM.from_pretrained(tmp_path / "saved").eval()
     torch.testing.assert_close(theirs(**batch).logits, encoder.model(**batch).logits)
-    served = load_theirs(tmp_path / "saved")
+    served = tiny.load_theirs(tmp_path / "saved")
     torch.testing.assert_close(served.encode(LONG, convert_to_sparse_tensor=False), dense)
 
 
@@ -104,7 +96,7 @@ def test_options_are_the_encoders_and_the_loaders(tmp_path):
 
 
 def test_trained_heads_and_other_architectures_are_refused(tmp_path):
-    saved(tmp_path / "bert", *pair("bert"))
+    tiny.saved(tmp_path / "bert", *tiny.pair("bert"))
     for name in ("albert", "qwen3"):
         dense_folder(name, tmp_path / name)
     for name, error, message in [
@@ -113,4 +105,4 @@ def test_trained_heads_and_other_architectures_are_refused(tmp_path):
         ("qwen3", TypeError, "got no layers in Qwen3ForCausalLM"),
     ]:
         with pytest.raises(error, match=message):
-            SpladeEncoder.from_dense(tmp_path / name, LONG, bidirectional=BOTH_WAYS)
+            SpladeEncoder.from_dense(tmp_path / name, LONG, bidirectional=tiny.BOTH_WAYS)

@@ -6,25 +6,12 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertModel,
-    DebertaV2Config,
-    DebertaV2ForMaskedLM,
-    MobileBertConfig,
-    MobileBertForMaskedLM,
-)
+from transformers import MobileBertConfig, MobileBertForMaskedLM
 
 from sparse_losses import SpladeEncoder, SpladeHead
 from sparse_losses.functional import splade_pool
 from sparse_losses.representation._language_model import head_of
-from tests.representation.tiny_models import (
-    ARCHITECTURES,
-    SIZES,
-    language_model,
-    pair,
-    with_lora,
-)
+from tests.representation.tiny_models import ARCHITECTURES, SIZES, language_model, pair, with_lora
 
 V = 97
 
@@ -48,8 +35,7 @@ def test_head_shares_the_parameters_and_leaves_the_model_alone(architecture):
     assert [module.training for module in model.modules()] == modes
     assert [n for n, _ in model.named_modules()] == names
     assert not any(module._forward_hooks for module in model.modules())
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, state[name]), name
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
     theirs = {id(parameter) for parameter in model.parameters()}
     assert {id(parameter) for parameter in head.parameters()} < theirs
     assert head.weight is model.get_output_embeddings().weight
@@ -58,9 +44,8 @@ def test_head_shares_the_parameters_and_leaves_the_model_alone(architecture):
 
 def test_product_that_a_layer_computes_itself_is_found():
     """DeBERTa's trained head multiplies with the word embeddings, and names another layer."""
-    model = DebertaV2ForMaskedLM(DebertaV2Config(vocab_size=V, **SIZES, legacy=False))
-    batch = inputs()
-    head, hidden = SpladeHead.from_masked_lm(model.eval()), model.base_model(**batch)[0]
+    model, batch = language_model("deberta-v2", V, legacy=False), inputs()
+    head, hidden = SpladeHead.from_masked_lm(model), model.base_model(**batch)[0]
     assert head.weight is model.get_input_embeddings().weight
     expected = splade_pool(model(**batch).logits, batch["attention_mask"])
     torch.testing.assert_close(head(hidden, batch["attention_mask"]), expected)
@@ -94,7 +79,7 @@ NONE, MOBILE = "masked or causal language model", {**SIZES, "vocab_size": V, "em
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (lambda: BertModel(BertConfig(vocab_size=V, **SIZES)), f"{NONE}.*BertModel"),
+        (lambda: language_model("bert", V).base_model, f"{NONE}.*BertModel"),
         (lambda: nn.Linear(2, 2), f"{NONE} of transformers.*got Linear"),
         (lambda: MobileBertForMaskedLM(MobileBertConfig(**MOBILE)), "got Mobile.*transform=layers"),
         (packed, "embeddings are no matrix but a Linear"),

@@ -4,22 +4,12 @@ import copy
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
-from sparse_losses import SpladeEncoder, SpladeHead, calibrate
+from sparse_losses import SpladeHead, calibrate
 from sparse_losses.functional import info_nce_loss
 from tests.distributed.threads import run_threads
-from tests.representation.tiny_models import (
-    BOTH_WAYS,
-    TEXTS,
-    VARIANTS,
-    dense,
-    load_theirs,
-    make,
-    pair,
-    reloaded,
-)
+from tests.representation.tiny_models import BOTH_WAYS, TEXTS, dense, load_theirs, make, reloaded
 
 TWO_WORDS = [f"{x} {y}" for x in ("quick", "dog", "fox") for y in ("brown", "over", "sparse")]
 
@@ -125,19 +115,11 @@ def test_a_shifted_start_comes_before_it():
     assert (head(*data[0]) > 0).sum() == 48
 
 
-def large(kind):
-    """A model whose logits are 16 times larger than usual."""
-    model, words = pair(kind)
-    place = {"modernbert": "head.norm", "qwen3": "model.norm"}[kind]
-    with torch.no_grad():
-        model.get_submodule(place).weight.mul_(16)
-    return model, words
-
-
-@pytest.mark.parametrize("kind", ["modernbert", "qwen3"])
-def test_models_with_a_large_norm_learn_and_load_elsewhere(kind, tmp_path):
-    options = {"bidirectional": kind == "modernbert" or BOTH_WAYS}
-    encoder = SpladeEncoder(*large(kind), logit_scale="auto", **options).train()
+@pytest.mark.parametrize(("kind", "norm"), [("modernbert", "head.norm"), ("qwen3", "model.norm")])
+def test_models_with_a_large_norm_learn_and_load_elsewhere(kind, norm, tmp_path):
+    """The logits are 16 times larger than usual."""
+    encoder = make(kind, logit_scale="auto").train()
+    encoder.model.get_submodule(norm).weight.data *= 16
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-3)
     queries = [text[::-1] for text in TWO_WORDS]
     losses = []
@@ -154,9 +136,6 @@ def test_models_with_a_large_norm_learn_and_load_elsewhere(kind, tmp_path):
     assert again.logit_scale != "auto"
     assert (again.logit_scale is None) == (kind != "qwen3"), "Qwen3 has no layer to fold it into"
     if kind == "modernbert":
-        batch = encoder.tokenize(TEXTS)
-        theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)(**batch).logits
-        torch.testing.assert_close(theirs, encoder.model(**batch).logits)
         found = load_theirs(tmp_path).encode(TEXTS, convert_to_sparse_tensor=False)
         torch.testing.assert_close(found, expected)
 
@@ -166,4 +145,4 @@ def test_saved_before_it_was_measured_it_is_measured_later(tmp_path):
     assert again.logit_scale == "auto"
     assert self_dot(again.train()(**again.tokenize(TEXTS))) == pytest.approx(64, rel=1e-3)
     with pytest.raises(ValueError, match="expected no `softcap` and `logit_scale`"):
-        make(**VARIANTS["input tokens"], logit_scale="auto")
+        make(expansion=False, logit_scale="auto")

@@ -13,14 +13,7 @@ from hypothesis.extra import numpy as hnp
 from sparse_losses import SpladeHead, calibrate, calibrate_threshold
 from sparse_losses.functional import splade_pool
 from sparse_losses.sparsity import entries
-from tests.representation.tiny_models import (
-    CORPUS,
-    TEXTS,
-    VARIANTS,
-    dense,
-    make,
-    reloaded,
-)
+from tests.representation.tiny_models import CORPUS, TEXTS, VARIANTS, dense, make, reloaded
 
 DOCUMENTS = [*CORPUS[:7], "dogs over the fox", "추천 메뉴", "U.S.A. weight"]
 QUIET = {"verbose": False}

@@ -2,13 +2,9 @@
 
 import copy
 
+import sentence_transformers as st
 import torch
 from datasets import Dataset
-from sentence_transformers import (
-    SparseEncoder,
-    SparseEncoderTrainer,
-    SparseEncoderTrainingArguments,
-)
 from sentence_transformers.sparse_encoder import losses as theirs
 from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
 
@@ -32,7 +28,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 def sparse_encoder(folder):
     modules = [Transformer(folder, transformer_task="fill-mask"), SpladePooling("max")]
-    return SparseEncoder(modules=modules, device="cpu")
+    return st.SparseEncoder(modules=modules, device="cpu")
 
 
 def dataset(columns, labels=None):
@@ -45,9 +41,9 @@ def dataset(columns, labels=None):
 def trainer(model, loss, data, path, callbacks=(), **settings):
     sizes = {"max_steps": -1, "num_train_epochs": 2, "learning_rate": 0.01}
     settings = {"batch_sampler": setting.in_order, **sizes, **settings}
-    args = setting.arguments(path, SparseEncoderTrainingArguments, **settings)
+    args = setting.arguments(path, st.SparseEncoderTrainingArguments, **settings)
     options = {"train_dataset": data, "loss": loss, "callbacks": list(callbacks)}
-    return SparseEncoderTrainer(model=model, args=args, **options)
+    return st.SparseEncoderTrainer(model=model, args=args, **options)
 
 
 def train(*args, resume=None, **options):
@@ -83,8 +79,8 @@ def preprocessed(model, columns, rows=slice(None)):
 
 
 def assert_same_weights(one, other, rtol=1e-3, atol=1e-5):
-    for (name, x), y in zip(one.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(x, y, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+    mine, theirs = (dict(model.named_parameters()) for model in (one, other))
+    torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
 
 
 def assert_moved(one, other):
@@ -203,10 +199,6 @@ def random_columns(count):
     """Vectors as sparse encoders make them: none is negative, most are 0."""
     generator = torch.Generator().manual_seed(4)
     return [torch.relu(torch.randn(6, 40, generator=generator) - 0.5) for _ in range(count)]
-
-
-def learning():
-    return sl.InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.5)), similarity="cosine")
 
 
 def splade(model, base, regulariser=None, kind=theirs.SpladeLoss, **options):

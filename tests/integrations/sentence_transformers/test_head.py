@@ -13,7 +13,6 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch.distributed.fsdp import fully_shard
 
 import sparse_losses as sl
-from sparse_losses import SpladeBatch, SpladeObjective, Texts
 from sparse_losses.integrations.sentence_transformers import use_splade_head
 from sparse_losses.objective import terms
 from tests.distributed.ranks import as_torchrun_would
@@ -143,7 +142,7 @@ def test_a_trainer_gives_the_same_weights(cache, use_reentrant, sparse, tmp_path
 
 RANKING = sl.InfoNCELoss(temperature=0.5, similarity="dot")
 SIDES = {f"{side}_flops": (0.1, terms.flops(side)) for side in ("query", "document")}
-OBJECTIVE = SpladeObjective({"info_nce": (1.0, terms.info_nce(RANKING)), **SIDES})
+OBJECTIVE = sl.SpladeObjective({"info_nce": (1.0, terms.info_nce(RANKING)), **SIDES})
 
 
 @pytest.mark.parametrize(("loss", "columns"), [(RANKING, 4), (OBJECTIVE, 3)])
@@ -177,10 +176,10 @@ def test_what_sparse_vectors_cannot_be_is_said(loss, columns, options, message, 
 def one_step(model, rows, gather=False):
     """Train on pairs by an objective; return the whole weights."""
     flops = {"flops": (0.1, terms.flops("document"))}
-    objective = SpladeObjective({"info_nce": (1.0, terms.info_nce()), **flops}, gather=gather)
+    objective = sl.SpladeObjective({"info_nce": (1.0, terms.info_nce()), **flops}, gather=gather)
     columns = (runs.COLUMNS[name][rows] for name in ("anchor", "positive"))
-    texts = [Texts(model(model.preprocess(x))["sentence_embedding"]) for x in columns]
-    objective(SpladeBatch(*texts)).total.backward()
+    texts = [sl.Texts(model(model.preprocess(x))["sentence_embedding"]) for x in columns]
+    objective(sl.SpladeBatch(*texts)).total.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     return {name: getattr(p, "full_tensor", p.clone)() for name, p in model.named_parameters()}
 

@@ -112,8 +112,8 @@ def test_learned_parameters_of_a_dict_of_losses_are_resumed(sparse, tmp_path):
     data = DatasetDict({"pairs": runs.dataset(2), "splade": runs.dataset(3)})
     both = []
     for resume in (None, str(tmp_path / "checkpoint-2")):
-        model = sparse()
-        pairs, base = (SentenceTransformersLoss(model, runs.learning()) for _ in range(2))
+        model, learning = sparse(), torch.nn.Parameter(torch.tensor(0.5))
+        pairs, base = (runs.adapter(model, sl.InfoNCELoss(temperature=learning)) for _ in range(2))
         loss = {"pairs": pairs, "splade": runs.splade(model, base, sl.FlopsLoss())}
         options = {"resume": resume, "callbacks": [TrainingState(loss=loss)]}
         trainer = runs.train(model, loss, data, tmp_path, **options, **settings)
