@@ -188,9 +188,8 @@ def test_a_page_says_what_it_follows_and_includes_its_formulas(page):
     text = read(page)
     about = front_matter(text)
     assert re.fullmatch(r"[0-9a-f]{7}, \d{4}-\d\d-\d\d", about["follows"])
-    assert (
-        FOLLOWS[page.relative_to(DOCS).parts[0]].format(about["follows"].partition(", ")[2]) in text
-    )
+    language, day = page.relative_to(DOCS).parts[0], about["follows"].partition(", ")[2]
+    assert FOLLOWS[language].format(day) in text
     english = DOCS / about["translation_of"]
     assert f"]({os.path.relpath(english, page.parent)})" in text
     assert f"]({os.path.relpath(page, english.parent)})" in read(english)

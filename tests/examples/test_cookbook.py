@@ -181,7 +181,7 @@ def test_a_large_batch_has_its_own_gradient(script, tiny):
 
 def test_to_an_index(script, splade, tmp_path):
     folder = tmp_path / "index"
-    vectors = script("to_an_index").main(splade, products=0.2, folder=str(folder))
+    vectors = script("to_an_index").main(splade, products=1.0, folder=str(folder))
     rows = list(zip(*vectors.values(), strict=True))
     assert len(rows) > 100
     for weights, elastic, qdrant, vespa, solr in rows:

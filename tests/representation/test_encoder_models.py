@@ -37,7 +37,7 @@ def test_settings_of_the_logits_are_applied_and_saved(options, tmp_path):
         torch.testing.assert_close(encoder(**batch), splade_pool(logits, mask, **rest))
     again = tiny.reloaded(encoder, tmp_path)
     assert again.pool_special_tokens == encoder.pool_special_tokens
-    torch.testing.assert_close(tiny.dense(again), tiny.dense(encoder))
+    tiny.assert_same(again, encoder)
     assert SpladeEncoder.from_pretrained(tmp_path, activation="relu").activation == "relu"
 
 
@@ -54,7 +54,7 @@ def test_attention_goes_both_ways_unless_told_otherwise(kind, tmp_path):
                 states = each._hidden(ids, torch.ones_like(ids))
             assert torch.allclose(states[0, 0], states[1, 0], atol=1e-5) is not bidirectional
             assert type(each.model) is type(model)
-            torch.testing.assert_close(tiny.dense(each), tiny.dense(encoder))
+            tiny.assert_same(each, encoder)
 
 
 @both_ways
@@ -141,12 +141,10 @@ def test_adapted_model_trains_and_reloads_alone(kind, place, tmp_path):
     again = tiny.reloaded(encoder, folder)
     assert (folder / "adapter_model.safetensors").exists()
     assert not list(folder.glob("model*.safetensors"))
-    torch.testing.assert_close(tiny.dense(again), tiny.dense(encoder))
+    tiny.assert_same(again, encoder)
     # Training goes on where it stopped.
     assert sum(p.requires_grad for p in again.parameters()) == len(learned)
-    torch.testing.assert_close(
-        tiny.dense(tiny.reloaded(again, tmp_path / "twice")), tiny.dense(encoder)
-    )
+    tiny.assert_same(tiny.reloaded(again, tmp_path / "twice"), encoder)
     # What PEFT saves, PEFT loads.
     base = type(encoder.model.get_base_model()).from_pretrained(tmp_path / "base")
     base.config.is_causal = not tiny.BOTH_WAYS
@@ -159,7 +157,7 @@ def test_adapters_of_peft_alone_load(tmp_path):
     words.save_pretrained(tmp_path / "base")
     model.save_pretrained(tmp_path / "adapters")
     encoder = SpladeEncoder.from_pretrained(tmp_path / "adapters")
-    torch.testing.assert_close(tiny.dense(encoder), tiny.dense(SpladeEncoder(model, words)))
+    tiny.assert_same(encoder, SpladeEncoder(model, words))
     path = tmp_path / "adapters" / "adapter_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) | {"base_model_name_or_path": None}
     path.write_text(json.dumps(config), encoding="utf-8")
@@ -174,7 +172,7 @@ def test_adapters_of_the_body_are_taken_whenever_they_are_added(architecture):
     encoder.model = tiny.with_lora(encoder.model, ["dense"])
     assert not torch.allclose(tiny.dense(encoder), plain)
     adapted = SpladeEncoder(encoder.model, encoder.tokenizer).eval()
-    torch.testing.assert_close(tiny.dense(encoder), tiny.dense(adapted))
+    tiny.assert_same(encoder, adapted)
 
 
 OF_THE_HEAD = [("xlm-roberta", "dense", {}), ("distilbert", "vocab_transform", {})]
@@ -224,11 +222,8 @@ def test_probes_of_a_model_leave_its_attention_alone():
     """BigBird leaves its sparse attention for good when it reads a short text."""
     sizes = {**tiny.SIZES, "max_position_embeddings": 200, "block_size": 4, "num_random_blocks": 1}
     config = transformers.BigBirdConfig(vocab_size=150, attention_type="block_sparse", **sizes)
-    model, words = (
-        tiny.scattered(transformers.BigBirdForMaskedLM(config)),
-        tiny.tokenizer("wordpiece"),
-    )
-    encoder = SpladeEncoder(model, words).eval()
+    model = tiny.scattered(transformers.BigBirdForMaskedLM(config))
+    encoder = SpladeEncoder(model, tiny.tokenizer("wordpiece")).eval()
     batch = encoder.tokenize([" ".join(tiny.TEXTS[:2]) * 4])
     assert batch["input_ids"].shape[1] > 28  # as many it needs
     with torch.no_grad():
@@ -268,9 +263,7 @@ def test_adapters_that_transformers_added_are_saved(tmp_path):
     model = type(masked).from_pretrained(tmp_path / "base")
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["query"]))
     encoder = SpladeEncoder(tiny.trained(model), words).eval()
-    torch.testing.assert_close(
-        tiny.dense(tiny.reloaded(encoder, tmp_path / "added")), tiny.dense(encoder)
-    )
+    tiny.assert_same(tiny.reloaded(encoder, tmp_path / "added"), encoder)
 
 
 @pytest.mark.filterwarnings("ignore:Model (has|with) .tie_word", "ignore:Input and output emb")
@@ -321,14 +314,12 @@ def test_linear_importance_is_bge_m3s_head(tmp_path):
             expected[i, j] = max(float(expected[i, j]), weight)
     assert expected.any()
     torch.testing.assert_close(ours, expected)
-    torch.testing.assert_close(
-        tiny.dense(SpladeEncoder.from_pretrained(tmp_path)), tiny.dense(encoder)
-    )
+    tiny.assert_same(SpladeEncoder.from_pretrained(tmp_path), encoder)
     # A folder of BGE-M3 holds an encoder without a head, a tokenizer and this layer.
     for file in ("sparse_losses.json", "sparse_losses.safetensors", "modules.json"):
         (tmp_path / file).unlink()
     again = SpladeEncoder.from_pretrained(tmp_path, **LINEAR)
-    torch.testing.assert_close(tiny.dense(again), tiny.dense(encoder))
+    tiny.assert_same(again, encoder)
     (tmp_path / "sparse_linear.pt").write_bytes(b"not a tensor")
     with pytest.raises(OSError, match="is damaged"):
         SpladeEncoder.from_pretrained(tmp_path, expansion=False, importance="linear")

@@ -333,9 +333,9 @@ def test_auto_is_packed_on_the_cpu_but_for_few_logits_and_tiles_elsewhere():
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_it_cannot_take_is_refused_with_a_sentence():
+    tensors = example(torch.float32) | {"attention_mask": None}
+    for options, message in [
         ({"sparse_grad": True, "impl": "tiles"}, 'expected sparse_grad=False with impl="tiles"'),
         ({"sparse_grad": True, "impl": "definition"}, "expected sparse_grad=False with impl="),
         ({"hidden": torch.ones(3, 0, 8), "impl": "tiles"}, r"at least one position, got \[3, 0\]"),
@@ -346,12 +346,9 @@ def test_auto_is_packed_on_the_cpu_but_for_few_logits_and_tiles_elsewhere():
         ({"layout": torch.sparse_coo}, "`layout` to be one of torch"),
         ({**CSR, "return_logits": True}, "expected return_logits=False with layout="),
         ({**CSR, "impl": "definition"}, "eager mode and impl="),
-    ],
-)
-def test_what_it_cannot_take_is_refused_with_a_sentence(options, message):
-    tensors = example(torch.float32) | {"attention_mask": None}
-    with pytest.raises(ValueError, match=message):
-        splade_head(**(tensors | options))
+    ]:
+        with pytest.raises(ValueError, match=message):
+            splade_head(**(tensors | options))
 
 
 @pytest.mark.parametrize(

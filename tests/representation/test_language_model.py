@@ -76,19 +76,16 @@ def doubled():
 NONE, MOBILE = "masked or causal language model", {**SIZES, "vocab_size": V, "embedding_size": 8}
 
 
-@pytest.mark.parametrize(
-    ("model", "why"),
-    [
-        (lambda: language_model("bert", V).base_model, f"{NONE}.*BertModel"),
-        (lambda: nn.Linear(2, 2), f"{NONE} of transformers.*got Linear"),
-        (lambda: MobileBertForMaskedLM(MobileBertConfig(**MOBILE)), "got Mobile.*transform=layers"),
-        (packed, "embeddings are no matrix but a Linear"),
-        (doubled, "give no product with its hidden states"),
-    ],
-)
-def test_other_models_are_refused_by_name(model, why):
-    with pytest.raises(TypeError, match=why):
-        SpladeHead.from_masked_lm(model())
+def test_other_models_are_refused_by_name():
+    for model, why in [
+        (language_model("bert", V).base_model, f"{NONE}.*BertModel"),
+        (nn.Linear(2, 2), f"{NONE} of transformers.*got Linear"),
+        (MobileBertForMaskedLM(MobileBertConfig(**MOBILE)), "got Mobile.*transform=layers"),
+        (packed(), "embeddings are no matrix but a Linear"),
+        (doubled(), "give no product with its hidden states"),
+    ]:
+        with pytest.raises(TypeError, match=why):
+            SpladeHead.from_masked_lm(model)
 
 
 CHANGES = {

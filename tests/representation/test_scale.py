@@ -16,10 +16,8 @@ TWO_WORDS = [f"{x} {y}" for x in ("quick", "dog", "fox") for y in ("brown", "ove
 
 def calm(encoder):
     for module in encoder.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(module, nn.MultiheadAttention):
-            module.dropout = 0.0
+        if isinstance(module, (nn.Dropout, nn.MultiheadAttention)):
+            setattr(module, "p" if isinstance(module, nn.Dropout) else "dropout", 0.0)
     return encoder
 
 
@@ -29,11 +27,10 @@ def self_dot(x):
     return sum(own) / sum(value > 0 for value in own)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"activation": "log1p_relu"}, {"softcap": 30.0}, {"gate": True}, {"idf_weights": True}],
-    ids=str,
-)
+OPTIONS = {"activation": "log1p_relu", "softcap": 30.0, "gate": True, "idf_weights": True}
+
+
+@pytest.mark.parametrize("options", [{}, *({name: OPTIONS[name]} for name in OPTIONS)], ids=str)
 def test_first_batch_in_training_sets_the_scale_and_others_follow_it(options):
     encoder = calm(make(logit_scale="auto", **options))
     plain = calm(make(**options))

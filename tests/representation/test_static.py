@@ -73,20 +73,17 @@ def test_masked_positions_do_not_count_whatever_their_ids():
     assert torch.equal(encoder(ids[:1, :3]), expected[:1])
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
+def test_wrong_inputs_are_named():
+    for call, error, message in [
         (lambda x: x(torch.tensor([[150]])), ValueError, r"`input_ids` in \[0, V\) with V = 150"),
         (lambda x: x(torch.ones(2, 3).long(), torch.ones(2, 2)), ValueError, "`attention_mask`"),
         (lambda x: x.encode_query("dog"), TypeError, "list of strings, got str"),
         (lambda x: static(None, torch.ones(149)), ValueError, "`weight` of at least 150 tokens"),
         (lambda x: static(None, torch.ones(150, 1)), ValueError, r"`weight` of shape \[V\]"),
         (lambda x: static(None, torch.ones(150).long()), TypeError, "`weight` to be floating"),
-    ],
-)
-def test_wrong_inputs_are_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call(static())
+    ]:
+        with pytest.raises(error, match=message):
+            call(static())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

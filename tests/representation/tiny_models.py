@@ -33,10 +33,7 @@ SIZES = {
 IDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
 ARCHITECTURES = {
     "bert": ("Bert", {**SIZES, "pad_token_id": 0}),
-    "distilbert": (
-        "DistilBert",
-        {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 40},
-    ),
+    "distilbert": ("DistilBert", {**SIZES, "hidden_dim": 32}),
     "xlm-roberta": ("XLMRoberta", {**SIZES, **IDS}),
     "modernbert": ("ModernBert", {**SIZES, **IDS, "cls_token_id": 2, "sep_token_id": 3}),
     "albert": ("Albert", {**SIZES, **IDS, "embedding_size": 8}),
@@ -67,9 +64,8 @@ def tokenizer(kind: str = "unigram") -> PreTrainedTokenizerFast:
         pieces |= {f"##{letter}" for letter in letters} | {f"##{word[5:]}" for word in words}
         vocabulary = [*SPECIAL, *sorted(pieces - {"##"})]
         vocabulary += [f"[unused{i}]" for i in range(150 - len(vocabulary))]
-        tokens = Tokenizer(
-            models.WordPiece({piece: i for i, piece in enumerate(vocabulary)}, unk_token="<unk>")
-        )
+        ids = {piece: i for i, piece in enumerate(vocabulary)}
+        tokens = Tokenizer(models.WordPiece(ids, unk_token="<unk>"))
         tokens.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     else:
         tokens = Tokenizer(models.BPE())
@@ -182,6 +178,11 @@ def make(architecture="bert", **options):
 
 def dense(encoder, texts=TEXTS, **options):
     return encoder.encode(texts, output="dense", **options)
+
+
+def assert_same(one, other):
+    """Two encoders give the same vectors."""
+    torch.testing.assert_close(dense(one), dense(other))
 
 
 def reloaded(encoder, folder, **options):

@@ -101,9 +101,7 @@ def test_the_start_is_sparse_the_loss_falls_and_both_sides_are_pruned(corpus, se
     assert pruned.query_active == pytest.approx(settings.query_active, rel=0.05)
 
 
-def test_search_ranks_by_dot_products_and_a_saved_retriever_gives_the_same(
-    corpus, settings, tmp_path
-):
+def test_search_ranks_by_dot_products_also_when_saved(corpus, settings, tmp_path):
     retriever = finished(corpus, settings).retriever()
     retriever.index(corpus.rows)
     text = corpus.train[3].text

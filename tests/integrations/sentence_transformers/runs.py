@@ -113,15 +113,14 @@ def of_margins(texts, labels):
 def objective():
     words = {"ignore_token_ids": [0, 1, 2, 3, 4]}
     own, its = sl.SelfReconstructionLoss(**words), sl.PositiveActivationLoss(**words)
-    return sl.SpladeObjective(
-        {
-            "info_nce": (1.0, terms.info_nce(sl.InfoNCELoss(temperature=0.5))),
-            "distillation": (0.2, terms.distillation()),
-            "query_flops": (0.02, terms.flops("query")),
-            "document_self_reconstruction": (0.3, terms.self_reconstruction("document", own)),
-            "query_positive_activation": (0.05, terms.positive_activation("query", its)),
-        }
-    )
+    several = {
+        "info_nce": (1.0, terms.info_nce(sl.InfoNCELoss(temperature=0.5))),
+        "distillation": (0.2, terms.distillation()),
+        "query_flops": (0.02, terms.flops("query")),
+        "document_self_reconstruction": (0.3, terms.self_reconstruction("document", own)),
+        "query_positive_activation": (0.05, terms.positive_activation("query", its)),
+    }
+    return sl.SpladeObjective(several)
 
 
 def own_negatives(texts):
@@ -144,11 +143,9 @@ def of_batch(texts, labels):
     return objective()(batch).total
 
 
-def of_vectors(loss):
+def of_vectors(loss, *labels):
     """The loss of the columns' vectors, and of the labels where there are some."""
-    return lambda texts, labels: loss(
-        *[x.activations for x in texts], *([] if labels is None else [labels])
-    )
+    return lambda texts, _: loss(*[x.activations for x in texts], *labels)
 
 
 def of_rows(loss):
@@ -174,7 +171,7 @@ ALONE = {
     "info_nce, own negatives": (OWN, 4, None, of_own),
     "n_pair": (PAIRS, 2, None, of_vectors(PAIRS)),
     "triplet_margin": (TRIPLET, 3, None, of_vectors(TRIPLET)),
-    "pairwise_contrastive": (CONTRASTIVE, 2, SAME, of_vectors(CONTRASTIVE)),
+    "pairwise_contrastive": (CONTRASTIVE, 2, SAME, of_vectors(CONTRASTIVE, SAME)),
     "distillation": (KL, 4, SCORES, lambda t, y: KL(dots(t), y)),
     "margin_mse": (sl.MarginMSELoss(), 4, SCORES, of_margins),
     "ranknet": (NET, 4, SCORES, lambda t, y: NET(dots(t), y)),

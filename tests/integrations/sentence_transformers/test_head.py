@@ -158,19 +158,16 @@ def test_sparse_vectors_give_the_same_weights(loss, columns, sparse, tmp_path):
     assert_equal_vectors(*models, rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("loss", "columns", "options", "message"),
-    [
+def test_what_sparse_vectors_cannot_be_is_said(sparse):
+    model = use_splade_head(sparse(), layout=torch.sparse_csr).train()
+    for loss, columns, options, message in [
         (sl.InfoNCELoss(in_batch=False, similarity="dot"), 3, {}, "negatives that all anchors"),
         (sl.InfoNCELoss(similarity="dot"), 2, {"mini_batch_size": 3}, "no mini_batch_size"),
         (sl.TripletMarginLoss(), 3, {}, "expected `anchor` to be dense"),
-    ],
-)
-def test_what_sparse_vectors_cannot_be_is_said(loss, columns, options, message, sparse):
-    model = use_splade_head(sparse(), layout=torch.sparse_csr).train()
-    wrapped = runs.adapter(model, loss, **options)
-    with pytest.raises((TypeError, ValueError), match=message):
-        wrapped(runs.preprocessed(model, columns))
+    ]:
+        wrapped = runs.adapter(model, loss, **options)
+        with pytest.raises((TypeError, ValueError), match=message):
+            wrapped(runs.preprocessed(model, columns))
 
 
 def one_step(model, rows, gather=False):

@@ -13,13 +13,10 @@ from tests.integrations.sentence_transformers import runs
 
 def taught_objective():
     scaled = {"score_scale": 10.0, "similarity": "dot"}
-    return sl.SpladeObjective(
-        {
-            "info_nce": (1.0, terms.info_nce()),
-            "distillation": (2.0, terms.distillation(**scaled)),
-            "context": (0.5, terms.context_distillation(**scaled)),
-        }
-    )
+    several = {"info_nce": (1.0, terms.info_nce())}
+    several["distillation"] = (2.0, terms.distillation(**scaled))
+    several["context"] = (0.5, terms.context_distillation(**scaled))
+    return sl.SpladeObjective(several)
 
 
 def bm25(model):
@@ -166,7 +163,6 @@ UNFIT = [
 
 @pytest.mark.parametrize(("loss", "columns", "labels", "message"), UNFIT)
 def test_wrong_columns_are_errors(loss, columns, labels, message, sparse):
+    wrapped, vectors = runs.adapter(sparse(), loss), runs.random_columns(columns)
     with pytest.raises((TypeError, ValueError), match=message):
-        runs.adapter(sparse(), loss).compute_loss_from_embeddings(
-            runs.random_columns(columns), labels
-        )
+        wrapped.compute_loss_from_embeddings(vectors, labels)
