@@ -81,9 +81,8 @@ def test_head_and_pooling_export_to_plain_operations(kind, monkeypatch):
     weights = nn.Parameter(torch.randn(50, 8)), nn.Parameter(torch.randn(50))
     module = Pool() if kind == "pool" else SpladeHead(*weights, impl=kind)
     data = [(torch.randn(*shape, 8), torch.ones(shape)) for shape in SHAPES]
-    program = exported(
-        module, data[1], ("logits" if kind == "pool" else "hidden", "attention_mask")
-    )
+    names = ("logits" if kind == "pool" else "hidden", "attention_mask")
+    program = exported(module, data[1], names)
     for inputs in data:
         torch.testing.assert_close(program.module()(*inputs), module(*inputs))
     shapes = [getattr(x.meta.get("val"), "shape", ()) for x in program.graph.nodes]
