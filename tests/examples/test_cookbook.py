@@ -38,23 +38,24 @@ def words(script):
 
 
 @pytest.fixture
-def tiny(words, tmp_path):
-    """The folder of a model that is sparse already, as a trained SPLADE model is."""
-    model = language_model("bert", len(words), max_position_embeddings=128)
-    model.get_output_embeddings().bias.data -= 2.0
-    return saved(tmp_path / "tiny", model, words)
+def given(words, tmp_path):
+    """Return the folder of a tiny model by its kind, or of a real one by its variable."""
+
+    def folder(name):
+        if name.isupper():
+            return os.environ.get(name) or pytest.skip(f"{name} is not set")
+        kind = "qwen3" if name == "decoder" else "bert"
+        model = language_model(kind, len(words), max_position_embeddings=128)
+        if name == "tiny":  # sparse already, as a trained SPLADE model is
+            model.get_output_embeddings().bias.data -= 2.0
+        return saved(tmp_path / name, model.base_model if name == "dense" else model, words)
+
+    return folder
 
 
 @pytest.fixture(params=["tiny", "SPLADE_TINY"])
-def splade(request):
-    """The tiny model, and the real one."""
-    return given(request, request.param)
-
-
-def given(request, name):
-    if name == "tiny":
-        return request.getfixturevalue("tiny")
-    return os.environ.get(name) or pytest.skip(f"{name} is not set")
+def splade(request, given):
+    return given(request.param)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:sentence-transformers does not apply")
@@ -70,25 +71,16 @@ def test_fine_tune(script, splade, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["dense", "MINILM"])
-def test_from_dense(script, request, model, words, tmp_path):
+def test_from_dense(script, given, model, tmp_path):
     folder = tmp_path / "trained"
-    if model == "dense":
-        body = language_model("bert", len(words), max_position_embeddings=128).base_model
-        path = saved(tmp_path / model, body, words)
-    else:
-        path = given(request, model)
-    found = script("from_dense").main(path, steps=2, folder=str(folder))
+    found = script("from_dense").main(given(model), steps=2, folder=str(folder))
     assert abs(found.after.document_active - 64) < 2
     assert SpladeEncoder.from_pretrained(folder).budgets == found.budgets
 
 
 @pytest.mark.parametrize("model", ["tiny", "decoder", "SPLADE_TINY"])
-def test_lora(script, request, model, words, tmp_path):
-    if model == "decoder":
-        decoder = language_model("qwen3", len(words), max_position_embeddings=128)
-        path = saved(tmp_path / model, decoder, words)
-    else:
-        path = given(request, model)
+def test_lora(script, given, model, tmp_path):
+    path = given(model)
     loaded = script("lora").main(path, steps=2, folder=str(tmp_path / "adapters"))
     adapters = [x for name, x in loaded.named_parameters() if "lora_B" in name]
     assert adapters
@@ -99,8 +91,8 @@ def test_lora(script, request, model, words, tmp_path):
 
 
 @pytest.mark.parametrize(("model", "teacher"), [("tiny", "tiny"), ("SPLADE_TINY", "MINILM")])
-def test_teachers(script, request, model, teacher):
-    loss = script("teachers").main(given(request, model), given(request, teacher), steps=2)
+def test_teachers(script, given, model, teacher):
+    loss = script("teachers").main(given(model), given(teacher), steps=2)
     assert 0 < loss < 1000
 
 
@@ -113,8 +105,8 @@ def test_mined_negatives(script, splade, capsys):
     assert re.search(r"[1-9]\d* negatives of \d+ queries", capsys.readouterr().out)
 
 
-def test_a_mined_negative_is_neither_the_answer_nor_as_good(script, tiny):
-    encoder = SpladeEncoder.from_pretrained(tiny)
+def test_a_mined_negative_is_neither_the_answer_nor_as_good(script, given):
+    encoder = SpladeEncoder.from_pretrained(given("tiny"))
     pairs = [
         ("copy file", "copy data of a file"),
         ("copy tree", "copy data of a tree"),
@@ -165,9 +157,9 @@ def test_the_labels_that_a_neighbour_shares_are_counted(script):
     assert share == pytest.approx((1 / 2 + 1 + 0) / 3)
 
 
-def test_a_large_batch_has_its_own_gradient(script, tiny):
+def test_a_large_batch_has_its_own_gradient(script, given):
     """Of one pass over the whole batch, where dropout is off."""
-    encoder = SpladeEncoder.from_pretrained(tiny).double()
+    encoder = SpladeEncoder.from_pretrained(given("tiny")).double()
     columns = [["copy a file", "parse a date", "sort"], ["copy", "read a date", "order"]]
     loss = script("large_batch").InfoNCELoss(similarity="dot", temperature=1.0)
     cached = script("large_batch").cached_backward(encoder, columns, loss, size=2)

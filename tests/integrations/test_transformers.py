@@ -136,11 +136,8 @@ def test_checkpoints_of_another_run_and_damaged_ones_are_errors(tmp_path):
     objective = setting.objective()
     make(tmp_path, objective, setting.schedule_of(objective), **SAVED).train()
     name = "restore_callback_states_from_checkpoint"
-    others = [(TrainingState(), {}), (TrainingState(loss=objective), {})]
-    others += [
-        (TrainingState(*[setting.schedule_of(setting.objective())] * 2), {}),
-        (None, {name: True}),
-    ]
+    others = [(TrainingState(), {}), (TrainingState(loss=objective), {}), (None, {name: True})]
+    others.append((TrainingState(*[setting.schedule_of(setting.objective())] * 2), {}))
     for state, options in others:
         trainer = make(tmp_path, objective, state=state, **SAVED, **options)
         with pytest.raises(ValueError, match=rf"schedules and the parameters .* without `{name}`"):
@@ -160,9 +157,8 @@ def test_checkpoints_of_another_run_and_damaged_ones_are_errors(tmp_path):
 
 def test_both_sides_are_calibrated_at_the_end(tmp_path, capsys):
     encoder, objective = setting.encoder(), setting.objective()
-    documents, queries = (
-        [row[name] for row in setting.rows(60)] for name in ("positive", "anchor")
-    )
+    rows = setting.rows(60)
+    documents, queries = [x["positive"] for x in rows], [x["anchor"] for x in rows]
     arguments = {"documents": documents, "target_active": 6, "queries": queries, "query_target": 4}
     state = TrainingState(loss=objective, calibrate=arguments)
     make(tmp_path, objective, encoder=encoder, state=state, max_steps=7).train()

@@ -9,10 +9,7 @@ import torch
 from sparse_losses import ContextGate, SpladeEncoder
 from tests.representation.tiny_models import ISSUE, TEXTS, VARIANTS, make, pair, reloaded
 
-
-@pytest.fixture(params=VARIANTS)
-def variant(request):
-    return VARIANTS[request.param]
+over_variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 
 @pytest.mark.parametrize("architecture", ISSUE)
@@ -59,6 +56,7 @@ def test_without_expansion_all_tokens_start_active_and_learn():
         assert any(p.grad.any() for p in part.parameters())
 
 
+@over_variants
 @pytest.mark.parametrize("batch_size", [2, 100])
 def test_encode_keeps_the_order_of_the_texts(batch_size, variant):
     encoder = make(**variant).train()  # it encodes in evaluation mode
@@ -102,6 +100,7 @@ def test_tokens_have_weights_and_the_largest_comes_first(dtype):
             encoder.top_tokens(wrong, **options)
 
 
+@over_variants
 def test_token_weights_are_the_largest_of_each_position_alone(variant):
     encoder = make("xlm-roberta", **variant)
     texts = [*TEXTS, "dog dog"]

@@ -31,19 +31,10 @@ def settings():
     return Settings(steps=12, size=SIZE, document_active=12, query_active=6, **TINY)
 
 
-@pytest.fixture
-def tiny(corpus, monkeypatch):
-    """A corpus and a model that trains in a second."""
-    real = command.settings_of
-
-    def small(options):
-        return dataclasses.replace(real(options), size=SIZE, **TINY)
-
-    monkeypatch.setattr(command, "settings_of", small)
+def test_a_run_is_saved_and_answers_at_once(corpus, tmp_path, capsys, monkeypatch):
+    real, small = command.settings_of, {"size": SIZE, **TINY}  # a model that trains in a second
+    monkeypatch.setattr(command, "settings_of", lambda x: dataclasses.replace(real(x), **small))
     monkeypatch.setattr(docstrings, "load", lambda: corpus)
-
-
-def test_a_run_is_saved_and_answers_at_once(tiny, corpus, tmp_path, capsys, monkeypatch):
     text = corpus.train[3].text
     folder = tmp_path / "new" / "folder"
     sizes = ["--document-active", "12", "--query-active", "6"]
