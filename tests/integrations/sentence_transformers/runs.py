@@ -144,7 +144,7 @@ def of_batch(texts, labels):
 
 
 def of_vectors(loss, *labels):
-    """The loss of the columns' vectors, and of the labels where there are some."""
+    """The loss of the columns' vectors, and of labels."""
     return lambda texts, _: loss(*[x.activations for x in texts], *labels)
 
 

@@ -64,9 +64,8 @@ def test_vectors_and_gradients_are_theirs(architecture, activation, autocast, tm
     model = refuse_logits(use_splade_head(copy.deepcopy(reference)))
     weight = torch.rand(len(TEXTS), runs.VOCABULARY)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        (found, gradients), (expected, their_gradients) = (
-            vectors_and_gradients(x, weight) for x in (model, reference)
-        )
+        both = [vectors_and_gradients(x, weight) for x in (model, reference)]
+    (found, gradients), (expected, their_gradients) = both
     assert found.dtype == torch.float32
     error = 3e-2 if autocast else 1e-5
     torch.testing.assert_close(found, expected, rtol=error, atol=error * expected.max().item())
