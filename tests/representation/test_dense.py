@@ -83,9 +83,8 @@ def test_folder_of_sentence_transformers_says_lengths_and_prompts(tmp_path):
 
 def test_options_are_the_encoders_and_the_loaders(tmp_path):
     folder = dense_folder("bert", tmp_path)
-    encoder = SpladeEncoder.from_dense(
-        folder, LONG, start_active=9, dtype=torch.bfloat16, activation="log1p_relu"
-    )
+    options = {"dtype": torch.bfloat16, "activation": "log1p_relu"}
+    encoder = SpladeEncoder.from_dense(folder, LONG, start_active=9, **options)
     assert (encoder.head.weight.dtype, encoder.activation) == (torch.bfloat16, "log1p_relu")
     assert len(encoder.encode(LONG).values()) / len(LONG) == pytest.approx(9, rel=0.2)
     with pytest.raises(ValueError, match=r"expected some `texts` .*, got none"):

@@ -237,9 +237,8 @@ def test_probes_of_a_model_leave_its_attention_alone():
 def test_types_that_a_tokenizer_gives_a_text_reach_the_model():
     encoder = tiny.make()
     batch = encoder.tokenize(tiny.TEXTS)
-    template = processors.TemplateProcessing(
-        single="<s>:1 $A:1 </s>:1", special_tokens=[("<s>", 2), ("</s>", 3)]
-    )
+    special = [("<s>", 2), ("</s>", 3)]
+    template = processors.TemplateProcessing(single="<s>:1 $A:1 </s>:1", special_tokens=special)
     encoder.tokenizer.backend_tokenizer.post_processor = template
     encoder.tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
     types = torch.ones_like(batch["input_ids"]) * batch["attention_mask"]

@@ -303,11 +303,9 @@ def test_half_precision_is_multiplied_and_summed_in_fp32(head):
     one = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
     bias = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
     many = torch.ones(300, 1, dtype=torch.bfloat16)
-    for arguments, leaves in (
-        ((many[:, None], one, bias), [one, bias]),
-        ((one[None], many), [one]),
-    ):
-        for gradient in torch.autograd.grad(head(*arguments).sum(), leaves):
+    many_texts, many_tokens = head(many[:, None], one, bias), head(one[None], many)
+    for out, leaves in ((many_texts, [one, bias]), (many_tokens, [one])):
+        for gradient in torch.autograd.grad(out.sum(), leaves):
             assert gradient.item() == 150.0  # in bf16, 128 + 1/2 is 128
 
 
