@@ -277,9 +277,9 @@ def test_files_of_others_stay_and_stale_ones_go(tmp_path):
     assert torch.equal(dense(SpladeEncoder.from_pretrained(tmp_path)), dense(encoder))
 
 
-@pytest.mark.parametrize(
-    ("file", "change"),
-    [
+def test_damaged_file_is_an_error_that_names_the_folder(tmp_path):
+    make(idf_weights=True, gate=True).save_pretrained(tmp_path)
+    for file, change in [
         (OURS, "{"),
         (OURS, {"format": 2}),
         (OURS, {"gate": {"depth": 2}}),
@@ -289,34 +289,31 @@ def test_files_of_others_stay_and_stale_ones_go(tmp_path):
         *((MODULES, [{"type": "a.MLMTransformer", "path": x}]) for x in ("../other", "C:other")),
         (ENCODER, ["prompt"]),
         *((file, None) for file in (MODULES, ENCODER, "model.safetensors", TENSORS)),
-    ],
-)
-def test_damaged_file_is_an_error_that_names_the_folder(file, change, tmp_path):
-    make(idf_weights=True, gate=True).save_pretrained(tmp_path)
-    path = tmp_path / file
-    if isinstance(change, dict) and file == OURS:
-        change = json.loads(path.read_text(encoding="utf-8")) | change
-    path.write_bytes(path.read_bytes()[:9] if change is None else json.dumps(change).encode())
-    with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
-        SpladeEncoder.from_pretrained(tmp_path)
+    ]:
+        whole = (tmp_path / file).read_bytes()
+        if isinstance(change, dict) and file == OURS:
+            change = json.loads(whole) | change
+        damaged = whole[:9] if change is None else json.dumps(change).encode()
+        (tmp_path / file).write_bytes(damaged)
+        with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
+            SpladeEncoder.from_pretrained(tmp_path)
+        (tmp_path / file).write_bytes(whole)
 
 
-@pytest.mark.parametrize(
-    ("expansion", "files", "message"),
-    [
+def test_folder_without_its_files_is_incomplete(tmp_path):
+    for expansion, files, message in [
         (True, [OURS], f"it has no {OURS}"),  # the last that is written
         (True, [TENSORS], f"it has no {TENSORS}"),
         (False, [OURS, TENSORS], f"it has no {OURS}"),
         (True, ["config.json"], "it has no config.json"),
         (True, ["tokenizer.json", "tokenizer_config.json"], "its tokenizer has no vocabulary"),
-    ],
-)
-def test_folder_without_its_files_is_incomplete(expansion, files, message, tmp_path):
-    make(expansion=expansion).save_pretrained(tmp_path)
-    for file in files:
-        (tmp_path / file).unlink()
-    with pytest.raises(OSError, match=f"{tmp_path.name} is incomplete: {message}"):
-        SpladeEncoder.from_pretrained(tmp_path)
+    ]:
+        folder = tmp_path / f"{expansion}-{files[0]}"
+        make(expansion=expansion).save_pretrained(folder)
+        for file in files:
+            (folder / file).unlink()
+        with pytest.raises(OSError, match=f"{folder.name} is incomplete: {message}"):
+            SpladeEncoder.from_pretrained(folder)
 
 
 def test_encoder_works_under_other_defaults_of_torch(tmp_path):
