@@ -25,12 +25,9 @@ def marked() -> dict[str, set[str]]:
 
 
 def test_named_tests_exist_and_named_errors_are_raised():
-    page = (
-        (compatibility.DOCS / "compatibility.md")
-        .read_text(encoding="utf-8")
-        .partition("{ #models }")[2]
-    )
-    rows = [line[1:-1].split("|") for line in page.splitlines() if line.startswith("| ")]
+    page = (compatibility.DOCS / "compatibility.md").read_text(encoding="utf-8")
+    lines = page.partition("{ #models }")[2].splitlines()
+    rows = [line[1:-1].split("|") for line in lines if line.startswith("| ")]
     literals = "\n".join(
         node.value
         for path in (ROOT / "sparse_losses").rglob("*.py")

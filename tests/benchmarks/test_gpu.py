@@ -1,6 +1,5 @@
 """The script for a GPU, as far as a CPU can run it."""
 
-import csv
 import importlib.util
 import os
 import subprocess
@@ -12,11 +11,10 @@ pytest.importorskip("rich")
 
 from benchmarks import losses
 from benchmarks.run import old_and_new
+from benchmarks.run.table import read
 from benchmarks.studies import training_step
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 PARTS = "tests", "compare", "training-0.01", "training-1", "graphs"
 
 
@@ -47,8 +45,7 @@ def test_old_and_new_are_measured_in_two_processes(tmp_path: Path, monkeypatch):
     output = tmp_path / "rows.csv"
     words = ["--device", "cpu", "--suite", "tiny", "--output", str(output)]
     assert old_and_new.main([str(tmp_path), *words]) == 0
-    with output.open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read(output)
     assert [(row["variant"], row["status"]) for row in rows] == [("old", "ok"), ("new", "ok")]
     assert all(float(row["seconds"]) > 0 for row in rows)
     assert old_and_new.main([str(tmp_path / "none"), *words]) == 2

@@ -10,18 +10,17 @@ pytest.importorskip("rich")
 
 from benchmarks.losses import benchmark
 from benchmarks.run import memory, timing
-from benchmarks.run.check import Mismatch, check
 from benchmarks.run.measure import Row, measure
 from benchmarks.run.table import Table, read
-from benchmarks.schema import Case, Maker, Variant
+from benchmarks.schema import Case, Variant
 
 CPU = torch.device("cpu")
 FLOPS = Case(benchmark("flops"), benchmark("flops").tiny[0])
 PLAIN = FLOPS.variants()[0]
 
 
-def measured(case: Case, *, compiled: bool = False) -> dict[str, Row]:
-    results = measure(case, CPU, 0.0, compiled=compiled, min_rounds=2, max_rounds=2)
+def measured(case: Case) -> dict[str, Row]:
+    results = measure(case, CPU, 0.0, compiled=False, min_rounds=2, max_rounds=2)
     return {result["variant"]: result for result in results}
 
 
@@ -31,8 +30,6 @@ def flops_with(*variants: Variant, **sizes: object) -> Case:
 
 def test_wrong_variant_is_not_timed():
     wrong = Variant("wrong", lambda activations: 1.01 * activations.mean(0).square().sum())
-    with pytest.raises(Mismatch, match="value"):
-        check(FLOPS, [PLAIN, wrong], Maker(CPU, torch.float64))
     rows = measured(flops_with(wrong))
     assert (rows["eager"]["status"], rows["eager"]["rounds"]) == ("ok", 2)
     assert rows["wrong"]["status"].startswith("MISMATCH")

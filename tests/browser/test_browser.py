@@ -2,11 +2,7 @@
 
 import pytest
 
-SIZES = {
-    "desktop": {"width": 1280, "height": 900},
-    "tablet": {"width": 768, "height": 1024},
-    "phone": {"width": 390, "height": 844},
-}
+SIZES = [(1280, 900), (768, 1024), (390, 844)]  # of a desktop, a tablet and a phone
 CLICK = "e => e.click()"
 PALETTES = ("default", "slate")
 
@@ -59,8 +55,8 @@ def test_a_page_is_whole_at_every_width_by_day_and_by_night(page, address, where
         if palette != page.evaluate("document.body.dataset.mdColorScheme"):
             page.locator(f"[name=__palette][data-md-color-scheme={palette}]").evaluate(CLICK)
         assert page.evaluate("document.body.dataset.mdColorScheme") == palette
-        for size in SIZES.values():
-            page.set_viewport_size(size)
+        for size in SIZES:
+            page.set_viewport_size(dict(zip(("width", "height"), size, strict=True)))
             assert page.evaluate(WIDER) == [], (size, palette)
             assert page.evaluate(CUT_TABLES) == [], (size, palette)
             assert page.evaluate(UNSEEN_PICTURES) == [], (size, palette)
@@ -68,15 +64,11 @@ def test_a_page_is_whole_at_every_width_by_day_and_by_night(page, address, where
     assert [url for url in page.asked if not url.startswith((address, "data:", "blob:"))] == []
 
 
-def plots_of(page):
-    plots = page.query_selector_all(".plot[data-plot]")
-    assert plots
-    return plots
-
-
 def test_sliders_move_the_curves_and_begin_and_end_where_they_say(page, address, with_plot):
     visit(page, address, with_plot)
-    for plot in plots_of(page):
+    plots = page.query_selector_all(".plot[data-plot]")
+    assert plots
+    for plot in plots:
         name = plot.get_attribute("data-plot")
         assert plot.query_selector(".plot-stage canvas"), f"{name}: no plot, only its picture"
         declared = page.evaluate(SLIDERS, name)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse_losses import SpladeEncoder
-from tests.representation.tiny_models import KINDS, masked_lm, saved, tokenizer
+from tests.representation.tiny_models import KINDS, language_model, saved, tokenizer
 from tools.markdown import DOCS, split_code
 
 PAGE = DOCS / "guides" / "real_model.md"
@@ -67,7 +67,7 @@ def test_the_page_trains_saves_and_evaluates(architecture, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)  # a folder of the model's name comes before the hub
     words = tokenizer(KINDS.get(architecture, "unigram"))
     torch.manual_seed(0)
-    saved(model, masked_lm(architecture, COLUMNS, max_position_embeddings=64), words)
+    saved(model, language_model(architecture, COLUMNS, max_position_embeddings=64), words)
 
     _, found = split_code(PAGE.read_text(encoding="utf-8"))
     first, *rest = (code for language, code in found if language == "python")
@@ -97,7 +97,7 @@ def test_the_readmes_loop_trains_prunes_and_saves(tmp_path, monkeypatch, capsys)
     (code,) = [code for _, code in found if "for queries, documents in loader" in code]
     monkeypatch.chdir(tmp_path)
     name = re.search(r'from_pretrained\("(.+)"\)', code)[1]
-    model = masked_lm("distilbert", COLUMNS, max_position_embeddings=64)
+    model = language_model("distilbert", COLUMNS, max_position_embeddings=64)
     saved(name, model, tokenizer("wordpiece"))
     queries, documents = map(list, zip(*ENGLISH, strict=True))
     held_out = {"documents_held_out": documents, "queries_held_out": queries}

@@ -74,10 +74,9 @@ def words_of_the_code() -> set[str]:
 # What pages name of others' and no file of ours uses.
 OTHERS = """
 SparseAdam TEST_INDEX TEST_INDEX_UPLOAD XyzLoss assign callback_handler callbacks
-clear_autocast_cache corpus_active_dims csr_matrix false_negative_share foreign_top special_top
-stopword_top gather_across_devices guide_scores
-negative_1 negative_50 negative_columns set_sync_debug_mode similarity_fn_name testpypi
-topological_generations xyz_loss
+clear_autocast_cache corpus_active_dims foreign_top gather_across_devices guide_scores negative_1
+negative_50 negative_columns set_sync_debug_mode similarity_fn_name special_top stopword_top
+testpypi topological_generations xyz_loss
 """
 
 
@@ -138,17 +137,13 @@ def test_a_loss_page_has_the_order_of_all_and_the_docstrings_formulas(stem):
     assert re.search(r"^description: \S.{40,}$", read(page), re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("page", "wanted"),
-    [
-        ("losses/index.md", "]({}.md"),
-        ("choose.md", "](losses/{}.md"),
-        ("ko/choose.md", "](losses/{}.md"),
-        ("formulas.md", '"losses/{}.md:formula"'),
-    ],
-)
-def test_a_page_that_helps_to_choose_has_every_loss(page, wanted):
-    missing = [stem for stem in STEMS if wanted.format(stem) not in read(DOCS / page)]
+LISTS = {"losses/index.md": "]({}.md", "formulas.md": '"losses/{}.md:formula"'}
+LISTS |= dict.fromkeys(("choose.md", "ko/choose.md"), "](losses/{}.md")
+
+
+@pytest.mark.parametrize("page", LISTS)
+def test_a_page_that_helps_to_choose_has_every_loss(page):
+    missing = [stem for stem in STEMS if LISTS[page].format(stem) not in read(DOCS / page)]
     assert missing == [], f"expected a line on each loss in docs/{page}, got none on {missing}"
 
 
@@ -192,30 +187,11 @@ def test_a_page_says_what_it_follows_and_includes_its_formulas(page):
     text = read(page)
     about = front_matter(text)
     assert re.fullmatch(r"[0-9a-f]{7}, \d{4}-\d\d-\d\d", about["follows"])
-    assert (
-        FOLLOWS[page.relative_to(DOCS).parts[0]].format(about["follows"].partition(", ")[2]) in text
-    )
+    language, day = page.relative_to(DOCS).parts[0], about["follows"].partition(", ")[2]
+    assert FOLLOWS[language].format(day) in text
     english = DOCS / about["translation_of"]
     assert f"]({os.path.relpath(english, page.parent)})" in text
     assert f"]({os.path.relpath(page, english.parent)})" in read(english)
     expand(text)  # a missing section is an error
     for mark in ("$$", r"\[", r"\(", r"\begin{"):
         assert mark not in split_code(body(text))[0]
-
-
-@pytest.mark.parametrize("named", ["none.md", "index.md:none"])
-def test_a_missing_file_or_section_is_an_error(named):
-    with pytest.raises(ValueError, match=r"expected a .* none"):
-        expand(f'--8<-- "{named}"')
-
-
-def sections(page):
-    """Return the ids of a page's sections, given or made of their words."""
-    prose = split_code(read(page))[0]
-    headings = re.findall(r"^ *##+ (.+?) *(?:\{ #([\w-]+) \})?$", prose, re.MULTILINE)
-    return [given or re.sub(r"\W+", "-", words.lower()) for words, given in headings]
-
-
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*/losses/*.md")), ids=name)
-def test_a_translated_loss_has_the_sections_of_the_english_page_without_the_api(page):
-    assert sections(page) == [x for x in sections(DOCS / "losses" / page.name) if x != "api"]

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from sparse_losses import SpladeEncoder, StaticQueryEncoder
-from tests.representation.tiny_models import causal_lm, masked_lm, saved, tokenizer, word_level
+from tests.representation.tiny_models import language_model, saved, tokenizer, word_level
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -38,32 +37,25 @@ def words(script):
     return word_level(sorted(set(re.findall(r"\w+", texts.lower())))[:2000], model_max_length=128)
 
 
-def configuration(words):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"intermediate_size": 32, "max_position_embeddings": 128}
-    return BertConfig(vocab_size=len(words), **sizes)
-
-
 @pytest.fixture
-def tiny(words, tmp_path):
-    """The folder of a model that is sparse already, as a trained SPLADE model is."""
-    model = BertForMaskedLM(configuration(words))
-    with torch.no_grad():
-        model.get_output_embeddings().bias -= 0.1
-    return saved(tmp_path / "tiny", model, words)
+def given(words, tmp_path):
+    """Return the folder of a tiny model by its kind, or of a real one by its variable."""
+
+    def folder(name):
+        if name.isupper():
+            return os.environ.get(name) or pytest.skip(f"{name} is not set")
+        kind = "qwen3" if name == "decoder" else "bert"
+        model = language_model(kind, len(words), max_position_embeddings=128)
+        if name == "tiny":  # sparse already, as a trained SPLADE model is
+            model.get_output_embeddings().bias.data -= 2.0
+        return saved(tmp_path / name, model.base_model if name == "dense" else model, words)
+
+    return folder
 
 
 @pytest.fixture(params=["tiny", "SPLADE_TINY"])
-def splade(request):
-    """The tiny model, and the real one."""
-    return given(request, request.param)
-
-
-def given(request, name):
-    if name == "tiny":
-        return request.getfixturevalue("tiny")
-    return os.environ.get(name) or pytest.skip(f"{name} is not set")
+def splade(request, given):
+    return given(request.param)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:sentence-transformers does not apply")
@@ -79,27 +71,18 @@ def test_fine_tune(script, splade, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["dense", "MINILM"])
-def test_from_dense(script, request, model, words, tmp_path):
+def test_from_dense(script, given, model, tmp_path):
     folder = tmp_path / "trained"
-    if model == "dense":
-        path = saved(tmp_path / model, BertModel(configuration(words)), words)
-    else:
-        path = given(request, model)
-    found = script("from_dense").main(path, steps=2, folder=str(folder))
+    found = script("from_dense").main(given(model), steps=2, folder=str(folder))
     assert abs(found.after.document_active - 64) < 2
     assert SpladeEncoder.from_pretrained(folder).budgets == found.budgets
 
 
 @pytest.mark.parametrize("model", ["tiny", "decoder", "SPLADE_TINY"])
-def test_lora(script, request, model, words, tmp_path):
-    if model == "decoder":
-        decoder = causal_lm("qwen3", len(words), max_position_embeddings=128)
-        path = saved(tmp_path / model, decoder, words)
-    else:
-        path = given(request, model)
+def test_lora(script, given, model, tmp_path):
+    path = given(model)
     loaded = script("lora").main(path, steps=2, folder=str(tmp_path / "adapters"))
-    weights = dict(loaded.named_parameters())
-    adapters = [x for name, x in weights.items() if "lora_B" in name]
+    adapters = [x for name, x in loaded.named_parameters() if "lora_B" in name]
     assert adapters
     assert all(x.any() for x in adapters)  # they are 0 before the training
     assert not (tmp_path / "adapters" / "model.safetensors").exists()
@@ -108,25 +91,22 @@ def test_lora(script, request, model, words, tmp_path):
 
 
 @pytest.mark.parametrize(("model", "teacher"), [("tiny", "tiny"), ("SPLADE_TINY", "MINILM")])
-def test_teachers(script, request, model, teacher):
-    loss = script("teachers").main(given(request, model), given(request, teacher), steps=2)
+def test_teachers(script, given, model, teacher):
+    loss = script("teachers").main(given(model), given(teacher), steps=2)
     assert 0 < loss < 1000
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "printed"),
-    [
-        ("mined_negatives", {"steps": 2}, r"[1-9]\d* negatives of \d+ queries"),
-        ("large_batch", {"steps": 1, "batch": 64, "size": 16}, "64 pairs"),
-    ],
-)
-def test_a_training_prints_what_it_did(script, splade, capsys, name, options, printed):
-    assert script(name).main(splade, **options) > 0
-    assert re.search(printed, capsys.readouterr().out)
+def test_large_batch(script, splade):
+    assert script("large_batch").main(splade, steps=1, batch=64, size=16) > 0
 
 
-def test_a_mined_negative_is_neither_the_answer_nor_as_good(script, tiny):
-    encoder = SpladeEncoder.from_pretrained(tiny)
+def test_mined_negatives(script, splade, capsys):
+    assert script("mined_negatives").main(splade, steps=2) > 0
+    assert re.search(r"[1-9]\d* negatives of \d+ queries", capsys.readouterr().out)
+
+
+def test_a_mined_negative_is_neither_the_answer_nor_as_good(script, given):
+    encoder = SpladeEncoder.from_pretrained(given("tiny"))
     pairs = [
         ("copy file", "copy data of a file"),
         ("copy tree", "copy data of a tree"),
@@ -146,7 +126,7 @@ def test_ndcg_by_hand(script):
 
 
 def test_korean(script, tmp_path):
-    model = masked_lm("xlm-roberta", 400, max_position_embeddings=140)
+    model = language_model("xlm-roberta", 400, max_position_embeddings=140)
     path, folder = saved(tmp_path / "model", model, tokenizer()), str(tmp_path / "trained")
     before, after = script("korean").main(path, steps=2, folder=folder)
     assert 0 <= after <= 1
@@ -164,9 +144,7 @@ def test_inference_free(script, splade, tmp_path):
 
 def test_multi_label(script, splade):
     before, after = script("multi_label").main(splade, steps=20)
-    assert 0 < before < 1
-    assert 0 < after < 1
-    assert before != after
+    assert 0 < min(before, after) < max(before, after) < 1
 
 
 def test_the_labels_that_a_neighbour_shares_are_counted(script):
@@ -179,9 +157,9 @@ def test_the_labels_that_a_neighbour_shares_are_counted(script):
     assert share == pytest.approx((1 / 2 + 1 + 0) / 3)
 
 
-def test_a_large_batch_has_its_own_gradient(script, tiny):
+def test_a_large_batch_has_its_own_gradient(script, given):
     """Of one pass over the whole batch, where dropout is off."""
-    encoder = SpladeEncoder.from_pretrained(tiny).double()
+    encoder = SpladeEncoder.from_pretrained(given("tiny")).double()
     columns = [["copy a file", "parse a date", "sort"], ["copy", "read a date", "order"]]
     loss = script("large_batch").InfoNCELoss(similarity="dot", temperature=1.0)
     cached = script("large_batch").cached_backward(encoder, columns, loss, size=2)
@@ -190,13 +168,12 @@ def test_a_large_batch_has_its_own_gradient(script, tiny):
     whole = loss(*(encoder(**encoder.tokenize(column)) for column in columns))
     whole.backward()
     torch.testing.assert_close(cached, whole.detach())
-    for parameter, gradient in zip(encoder.parameters(), gradients, strict=True):
-        torch.testing.assert_close(gradient, parameter.grad)
+    torch.testing.assert_close(gradients, [parameter.grad for parameter in encoder.parameters()])
 
 
 def test_to_an_index(script, splade, tmp_path):
     folder = tmp_path / "index"
-    vectors = script("to_an_index").main(splade, products=0.2, folder=str(folder))
+    vectors = script("to_an_index").main(splade, products=1.0, folder=str(folder))
     rows = list(zip(*vectors.values(), strict=True))
     assert len(rows) > 100
     for weights, elastic, qdrant, vespa, solr in rows:

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 import sparse_losses as sl
 from sparse_losses.objective import terms
 from tests.distributed.ranks import example
-from tests.representation.tiny_models import masked_lm, word_level
+from tests.representation.tiny_models import language_model, word_level
 
 RATE, VOCAB_SIZE = 0.03, 120
 TEXT = "서울 맛집 추천 a learned sparse retriever vectors over the vocabulary one weight"
@@ -25,7 +25,7 @@ def tokenizer():
 def encoder(dropout=0.0, **options):
     """The same one whenever it is called."""
     dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    return sl.SpladeEncoder(masked_lm("bert", VOCAB_SIZE, **dropouts), tokenizer(), **options)
+    return sl.SpladeEncoder(language_model("bert", VOCAB_SIZE, **dropouts), tokenizer(), **options)
 
 
 def rows(count=16):

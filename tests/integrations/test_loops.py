@@ -138,9 +138,8 @@ def test_skipped_steps_do_not_count(train, tmp_path):
 
 @works_with("sentence-transformers", "cached")
 def test_cached_gradients_are_those_of_the_whole_batch_by_sentence_transformers(tmp_path):
-    run = trainers.by_sentence_transformers(
-        tmp_path, setting.objective(), batch_size=8, mini_batch_size=3
-    )
+    sizes = {"batch_size": 8, "mini_batch_size": 3}
+    run = trainers.by_sentence_transformers(tmp_path, setting.objective(), **sizes)
     trainers.compare(run, setting.objective(), batch_size=8)
     assert run.schedule.steps_taken == 4
 

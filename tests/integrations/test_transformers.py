@@ -136,11 +136,8 @@ def test_checkpoints_of_another_run_and_damaged_ones_are_errors(tmp_path):
     objective = setting.objective()
     make(tmp_path, objective, setting.schedule_of(objective), **SAVED).train()
     name = "restore_callback_states_from_checkpoint"
-    others = [(TrainingState(), {}), (TrainingState(loss=objective), {})]
-    others += [
-        (TrainingState(*[setting.schedule_of(setting.objective())] * 2), {}),
-        (None, {name: True}),
-    ]
+    others = [(TrainingState(), {}), (TrainingState(loss=objective), {}), (None, {name: True})]
+    others.append((TrainingState(*[setting.schedule_of(setting.objective())] * 2), {}))
     for state, options in others:
         trainer = make(tmp_path, objective, state=state, **SAVED, **options)
         with pytest.raises(ValueError, match=rf"schedules and the parameters .* without `{name}`"):

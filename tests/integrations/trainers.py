@@ -8,14 +8,11 @@ from types import SimpleNamespace
 
 import lightning
 import pytest
+import sentence_transformers as st
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from sentence_transformers import (
-    SparseEncoder,
-    SparseEncoderTrainer,
-    SparseEncoderTrainingArguments,
-)
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DistributedSampler
 
 from sparse_losses import Diagnostics, SpladeEncoder, TrainingSchedule
@@ -71,16 +68,6 @@ def by_accelerate(folder, objective, *, scaler=None, **options):
     return Run(model.encoder, objective, [last["total"]], last, optimizer, schedule, save)
 
 
-class Losses(lightning.Callback):
-    """The log, batch by batch."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_train_batch_end(self, trainer, *_):
-        self.seen.append({name: x.item() for name, x in trainer.callback_metrics.items()})
-
-
 def by_lightning(folder, objective, **options):
     """Likewise; a resumed run has two epochs before."""
     plan, options = planned(options)
@@ -92,7 +79,11 @@ def by_lightning(folder, objective, **options):
         module.compile(backend="aot_eager")
     if plan.mixed_precision == "bf16":
         options["precision"] = "bf16-mixed"
-    kind, losses = setting.example("train_with_lightning").Retriever, Losses()
+    kind, seen = setting.example("train_with_lightning").Retriever, []
+
+    def remember(trainer, *_):
+        seen.append({name: x.item() for name, x in trainer.callback_metrics.items()})
+
     quiet = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger")
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -100,14 +91,13 @@ def by_lightning(folder, objective, **options):
         strategy="ddp" if ranks > 1 else "auto",
         max_epochs=plan.epochs if plan.resume is None else plan.epochs + 2,
         accumulate_grad_batches=plan.accumulation,
-        callbacks=[losses],
+        callbacks=[LambdaCallback(on_train_batch_end=remember)],
         default_root_dir=folder,
         **(options | dict.fromkeys(quiet, False)),
     )
     trainer.fit(kind(encoder, objective, schedule, plan.optimizer), rows, ckpt_path=plan.resume)
-    totals, last = [entry["loss"] for entry in losses.seen], losses.seen[-1]
-    (optimizer,) = trainer.optimizers
-    return Run(encoder, objective, totals, last, optimizer, schedule, trainer.save_checkpoint)
+    totals, (optimizer,) = [entry["loss"] for entry in seen], trainer.optimizers
+    return Run(encoder, objective, totals, seen[-1], optimizer, schedule, trainer.save_checkpoint)
 
 
 def settings_of(plan):
@@ -168,14 +158,14 @@ def by_sentence_transformers(folder, objective, *, mini_batch_size=None, scaler=
     """Likewise."""
     plan, _ = planned(options)
     settings = settings_of(plan) | {"batch_sampler": setting.in_order}
-    args = setting.arguments(folder, SparseEncoderTrainingArguments, **settings)
+    args = setting.arguments(folder, st.SparseEncoderTrainingArguments, **settings)
     with args.main_process_first():
         if args.process_index == 0:
             setting.encoder().save_pretrained(folder / "start")
-    model = SparseEncoder(str(folder / "start"), device="cpu")
+    model = st.SparseEncoder(str(folder / "start"), device="cpu")
     schedule = setting.schedule_of(objective)
     loss = SentenceTransformersLoss(model, objective, mini_batch_size=mini_batch_size)
-    trainer = SparseEncoderTrainer(
+    trainer = st.SparseEncoderTrainer(
         model=model,
         args=args,
         train_dataset=Dataset.from_list(setting.rows(16)),

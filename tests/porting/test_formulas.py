@@ -54,10 +54,7 @@ TRIPLETS = {  # of queries, positives and one negative of each, [Q, V]: theirs, 
             + LAMBDA_D * flops_loss(torch.cat([p, n]))
         ),
     ),
-    "softmax over the batch": (
-        softmax_of("positives"),
-        lambda q, p, n: INFO_NCE(q, p, n[:, None]),
-    ),
+    "softmax over the batch": (softmax_of("positives"), lambda q, p, n: INFO_NCE(q, p, n[:, None])),
     "softmax over the pair": (softmax_of("nobody"), lambda q, p, n: N_PAIR(q, p, n[:, None])),
     "softmax over all negatives": (softmax_of("negatives"), N_PAIR),
 }

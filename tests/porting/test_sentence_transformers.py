@@ -84,8 +84,10 @@ def squared(x, y):
 
 
 BOTH = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+BOTH_WAYS = RANKING(None, scale=2.0, **BOTH)
 JOINT = {"directions": ("query_to_doc", "query_to_query", "doc_to_doc")}
 COSINE = {"distance_metric": TripletDistanceMetric.COSINE, "triplet_margin": 0.3}
+FAR = sl.TripletMarginLoss(margin=5.0, similarity="euclidean")
 ALL = 2 + N
 PAIRS = {  # the number of columns, their loss of them, and ours
     **{
@@ -94,12 +96,8 @@ PAIRS = {  # the number of columns, their loss of them, and ours
         for scale in (1.0, 20.0)
         for number in (2, ALL)
     },
-    "ranking-both-directions": (
-        2,
-        of(RANKING(None, scale=2.0, **BOTH)),
-        sl.InfoNCELoss(**HALF, symmetric=True),
-    ),
-    "ranking-both-with-negatives": (ALL, of(RANKING(None, scale=2.0, **BOTH)), both_directions),
+    "ranking-both-directions": (2, of(BOTH_WAYS), sl.InfoNCELoss(**HALF, symmetric=True)),
+    "ranking-both-with-negatives": (ALL, of(BOTH_WAYS), both_directions),
     "ranking-from-both-sides": (
         2,
         of(RANKING(None, scale=2.0, **JOINT)),
@@ -119,21 +117,9 @@ PAIRS = {  # the number of columns, their loss of them, and ours
         of(losses.SparseMarginMSELoss(None), MARGINS[:, :1]),
         margin_mse(torch.zeros(Q), -MARGINS),
     ),
-    "triplet-on-cosines": (
-        3,
-        of(losses.SparseTripletLoss(None, **COSINE)),
-        sl.TripletMarginLoss(margin=0.3),
-    ),
-    "triplet-on-squared-distances": (
-        3,
-        of(losses.SparseTripletLoss(None, distance_metric=squared)),
-        sl.TripletMarginLoss(margin=5.0, similarity="euclidean"),
-    ),
-    "flops": (
-        1,
-        lambda x: losses.FlopsLoss(None).compute_loss_from_embeddings(x),
-        sl.FlopsLoss(),
-    ),
+    "triplet-on-cosines": (3, of(losses.SparseTripletLoss(None, **COSINE)), sl.TripletMarginLoss()),
+    "triplet-on-squares": (3, of(losses.SparseTripletLoss(None, distance_metric=squared)), FAR),
+    "flops": (1, lambda x: losses.FlopsLoss(None).compute_loss_from_embeddings(x), sl.FlopsLoss()),
     # Rows with few active tokens leave the sum, not the number of rows.
     "flops-threshold": (
         1,
@@ -208,8 +194,7 @@ def test_gist(strategy, margin, bound, alone):
 def test_triplet_on_distances_is_another_loss():
     """Theirs takes distances, ours their squares."""
     theirs = of(losses.SparseTripletLoss(None))(*COLUMNS[:3])
-    ours = sl.TripletMarginLoss(margin=5.0, similarity="euclidean")
-    assert (theirs - ours(*COLUMNS[:3])).abs() > 0.1
+    assert (theirs - FAR(*COLUMNS[:3])).abs() > 0.1
 
 
 @pytest.mark.parametrize("shape", ["linear", "quadratic"])

@@ -5,26 +5,15 @@ import torch
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from sparse_losses import SpladeEncoder
-from tests.representation.test_encoder_models import BOTH_WAYS
-from tests.representation.tiny_models import (
-    ARCHITECTURES,
-    TEXTS,
-    causal_lm,
-    load_theirs,
-    masked_lm,
-    pair,
-    reloaded,
-    saved,
-    tokenizer,
-)
+from tests.representation import tiny_models as tiny
 
-LONG = [text for text in TEXTS if text] * 3
+LONG = [text for text in tiny.TEXTS if text] * 3
 
 
 def dense_folder(architecture, path):
     """The body of a model and its tokenizer, as a dense encoder is saved."""
-    model, words = pair(architecture)
-    return saved(path, model.base_model, words)
+    model, words = tiny.pair(architecture)
+    return tiny.saved(path, model.base_model, words)
 
 
 def products(folder, batch):
@@ -42,7 +31,7 @@ def products(folder, batch):
 
 
 @pytest.mark.filterwarnings("ignore:expected")
-@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES} - {"albert"}))
+@pytest.mark.parametrize("architecture", sorted({*tiny.ARCHITECTURES} - {"albert"}))
 def test_logits_are_products_with_word_embeddings_and_all_load_them(architecture, tmp_path):
     folder = dense_folder(architecture, tmp_path / "dense")
     encoder = SpladeEncoder.from_dense(folder, LONG, start_active=12)
@@ -58,11 +47,11 @@ def test_logits_are_products_with_word_embeddings_and_all_load_them(architecture
     words = encoder.model.get_input_embeddings().weight
     assert encoder.head.weight is words
     dense = encoder.encode(LONG, output="dense")
-    again = reloaded(encoder, tmp_path / "saved")
+    again = tiny.reloaded(encoder, tmp_path / "saved")
     torch.testing.assert_close(again.encode(LONG, output="dense"), dense)
     theirs = AutoModelForMaskedLM.from_pretrained(tmp_path / "saved").eval()
     torch.testing.assert_close(theirs(**batch).logits, encoder.model(**batch).logits)
-    served = load_theirs(tmp_path / "saved")
+    served = tiny.load_theirs(tmp_path / "saved")
     torch.testing.assert_close(served.encode(LONG, convert_to_sparse_tensor=False), dense)
 
 
@@ -94,9 +83,8 @@ def test_folder_of_sentence_transformers_says_lengths_and_prompts(tmp_path):
 
 def test_options_are_the_encoders_and_the_loaders(tmp_path):
     folder = dense_folder("bert", tmp_path)
-    encoder = SpladeEncoder.from_dense(
-        folder, LONG, start_active=9, dtype=torch.bfloat16, activation="log1p_relu"
-    )
+    options = {"dtype": torch.bfloat16, "activation": "log1p_relu"}
+    encoder = SpladeEncoder.from_dense(folder, LONG, start_active=9, **options)
     assert (encoder.head.weight.dtype, encoder.activation) == (torch.bfloat16, "log1p_relu")
     assert len(encoder.encode(LONG).values()) / len(LONG) == pytest.approx(9, rel=0.2)
     with pytest.raises(ValueError, match=r"expected some `texts` .*, got none"):
@@ -107,18 +95,13 @@ def test_options_are_the_encoders_and_the_loaders(tmp_path):
 
 
 def test_trained_heads_and_other_architectures_are_refused(tmp_path):
-    words = tokenizer("bytes")
-    models = {
-        "bert": masked_lm("bert", len(words)),
-        "albert": masked_lm("albert", len(words)).base_model,
-        "qwen3": causal_lm("qwen3", len(words)).base_model,
-    }
-    for name, model in models.items():
-        saved(tmp_path / name, model, words)
+    tiny.saved(tmp_path / "bert", *tiny.pair("bert"))
+    for name in ("albert", "qwen3"):
+        dense_folder(name, tmp_path / name)
     for name, error, message in [
         ("bert", ValueError, "no trained head, got cls.*SpladeEncoder.from_pretrained loads it"),
         ("albert", TypeError, r"a head of one Linear \[8, 8\], as wide as the word embeddings"),
         ("qwen3", TypeError, "got no layers in Qwen3ForCausalLM"),
     ]:
         with pytest.raises(error, match=message):
-            SpladeEncoder.from_dense(tmp_path / name, LONG, bidirectional=BOTH_WAYS)
+            SpladeEncoder.from_dense(tmp_path / name, LONG, bidirectional=tiny.BOTH_WAYS)

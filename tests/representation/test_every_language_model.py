@@ -18,11 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from sparse_losses import SpladeHead
 from sparse_losses.functional import splade_pool
-from sparse_losses.representation._language_model import (
-    position_limits,
-    set_attention,
-    without_cache,
-)
+from sparse_losses.representation import _language_model as models
 
 # Sizes by the names that configurations give them.
 SIZES = {
@@ -122,7 +118,7 @@ def seen(architecture, name):
         return {"status": "refused", "why": str(error).split(": ", 1)[1].split(". Pass")[0]}
     attention = "both ways"
     try:
-        set_attention(model, bidirectional=True)
+        models.set_attention(model, bidirectional=True)
     except ValueError:
         attention = "one way"
     vocab_size = len(head.weight)
@@ -135,26 +131,24 @@ def seen(architecture, name):
 
     def vectors(rows, length):
         batch = {"input_ids": ids[rows, :length], "attention_mask": mask[rows, :length]}
-        hidden = model.base_model(**batch, **without_cache(model.base_model))[0]
+        hidden = model.base_model(**batch, **models.without_cache(model.base_model))[0]
         return head(hidden, batch["attention_mask"])
 
     def gradients(x):
-        found = torch.autograd.grad((x * upstream).sum(), learned, allow_unused=True)
-        return [
-            torch.zeros_like(p) if g is None else g for p, g in zip(learned, found, strict=True)
-        ]
+        return torch.autograd.grad((x * upstream).sum(), learned, materialize_grads=True)
 
     batch = {"input_ids": ids, "attention_mask": mask}
-    expected = splade_pool(model(**batch, **without_cache(model.base_model)).logits, mask)
+    expected = splade_pool(model(**batch, **models.without_cache(model.base_model)).logits, mask)
     ours = vectors(slice(None), None)
     assert (expected > 0).double().mean() > 0.05
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
     with torch.no_grad():
         change = (vectors(slice(1, None), 5) - ours[1:]).abs().max().item()
-        if (limits := position_limits(model)) and min(limits) <= 64:  # that many tokens do not fail
+        limits = models.position_limits(model)
+        if limits and min(limits) <= 64:  # that many tokens do not fail
             long = torch.randint(5, 60, (1, min(limits)), generator=generator)
             longest = {"input_ids": long, "attention_mask": torch.ones_like(long)}
-            model.base_model(**longest, **without_cache(model.base_model))
+            model.base_model(**longest, **models.without_cache(model.base_model))
     try:
         wanted = gradients(expected)
     except (AssertionError, RuntimeError) as error:  # of the model itself

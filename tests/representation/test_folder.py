@@ -10,13 +10,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, FunnelConfig, FunnelForMaskedLM
 
-from sparse_losses import (
-    ContextGate,
-    SpladeEncoder,
-    StaticQueryEncoder,
-    calibrate,
-    calibrate_threshold,
-)
+from sparse_losses import ContextGate, SpladeEncoder, StaticQueryEncoder, calibrate_threshold
 from tests.representation.tiny_models import (
     ISSUE,
     TEXTS,
@@ -48,9 +42,7 @@ def test_loaded_encoder_equals_the_saved_one(architecture, variant, tmp_path):
     assert not loaded.training
     assert loaded.max_length == 17
     assert repr(loaded.gate) == repr(encoder.gate)
-    assert loaded.state_dict().keys() == encoder.state_dict().keys()
-    for name, tensor in encoder.state_dict().items():
-        assert torch.equal(tensor, loaded.state_dict()[name]), name
+    torch.testing.assert_close(loaded.state_dict(), encoder.state_dict(), rtol=0, atol=0)
     ours = dense(encoder)
     assert torch.equal(ours, dense(loaded))
     assert ours.any()
@@ -258,11 +250,10 @@ def test_sentence_transformers_gives_the_same_vectors(architecture, options, tmp
     assert torch.equal(plain(**batch).logits, encoder.model(**batch).logits)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"expansion": False}, {"pool_special_tokens": False}, {"gate": True}, {"idf_weights": True}],
-    ids=str,
-)
+LACKS = [{"expansion": False}, {"pool_special_tokens": False}, {"gate": True}]
+
+
+@pytest.mark.parametrize("options", [*LACKS, {"idf_weights": True}], ids=str)
 def test_sentence_transformers_refuses_what_its_modules_lack(options, tmp_path):
     make().save_pretrained(tmp_path)
     make(**options).save_pretrained(tmp_path)
@@ -281,16 +272,14 @@ def test_files_of_others_stay_and_stale_ones_go(tmp_path):
     for name in (*mine, "adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / name).write_text("{}")
     encoder.save_pretrained(tmp_path)
-    left = {
-        file.name for file in tmp_path.glob("*") if "model" in file.name or "adapt" in file.name
-    }
+    left = {file.name for each in ("model", "adapt") for file in tmp_path.glob(f"*{each}*")}
     assert left == {*mine, "model.safetensors"}
     assert torch.equal(dense(SpladeEncoder.from_pretrained(tmp_path)), dense(encoder))
 
 
-@pytest.mark.parametrize(
-    ("file", "change"),
-    [
+def test_damaged_file_is_an_error_that_names_the_folder(tmp_path):
+    make(idf_weights=True, gate=True).save_pretrained(tmp_path)
+    for file, change in [
         (OURS, "{"),
         (OURS, {"format": 2}),
         (OURS, {"gate": {"depth": 2}}),
@@ -300,34 +289,31 @@ def test_files_of_others_stay_and_stale_ones_go(tmp_path):
         *((MODULES, [{"type": "a.MLMTransformer", "path": x}]) for x in ("../other", "C:other")),
         (ENCODER, ["prompt"]),
         *((file, None) for file in (MODULES, ENCODER, "model.safetensors", TENSORS)),
-    ],
-)
-def test_damaged_file_is_an_error_that_names_the_folder(file, change, tmp_path):
-    make(idf_weights=True, gate=True).save_pretrained(tmp_path)
-    path = tmp_path / file
-    if isinstance(change, dict) and file == OURS:
-        change = json.loads(path.read_text(encoding="utf-8")) | change
-    path.write_bytes(path.read_bytes()[:9] if change is None else json.dumps(change).encode())
-    with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
-        SpladeEncoder.from_pretrained(tmp_path)
+    ]:
+        whole = (tmp_path / file).read_bytes()
+        if isinstance(change, dict) and file == OURS:
+            change = json.loads(whole) | change
+        damaged = whole[:9] if change is None else json.dumps(change).encode()
+        (tmp_path / file).write_bytes(damaged)
+        with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
+            SpladeEncoder.from_pretrained(tmp_path)
+        (tmp_path / file).write_bytes(whole)
 
 
-@pytest.mark.parametrize(
-    ("expansion", "files", "message"),
-    [
+def test_folder_without_its_files_is_incomplete(tmp_path):
+    for expansion, files, message in [
         (True, [OURS], f"it has no {OURS}"),  # the last that is written
         (True, [TENSORS], f"it has no {TENSORS}"),
         (False, [OURS, TENSORS], f"it has no {OURS}"),
         (True, ["config.json"], "it has no config.json"),
         (True, ["tokenizer.json", "tokenizer_config.json"], "its tokenizer has no vocabulary"),
-    ],
-)
-def test_folder_without_its_files_is_incomplete(expansion, files, message, tmp_path):
-    make(expansion=expansion).save_pretrained(tmp_path)
-    for file in files:
-        (tmp_path / file).unlink()
-    with pytest.raises(OSError, match=f"{tmp_path.name} is incomplete: {message}"):
-        SpladeEncoder.from_pretrained(tmp_path)
+    ]:
+        folder = tmp_path / f"{expansion}-{files[0]}"
+        make(expansion=expansion).save_pretrained(folder)
+        for file in files:
+            (folder / file).unlink()
+        with pytest.raises(OSError, match=f"{folder.name} is incomplete: {message}"):
+            SpladeEncoder.from_pretrained(folder)
 
 
 def test_encoder_works_under_other_defaults_of_torch(tmp_path):
@@ -347,7 +333,7 @@ def test_encoder_works_under_other_defaults_of_torch(tmp_path):
             assert vectors.device.type == "cpu"
         assert calibrate_threshold(expected, 2.0) == threshold
         for method in ("shift", "prune"):
-            found = calibrate(made, TEXTS[:2], 3, method=method, verbose=False)
+            found = made.calibrate(TEXTS[:2], 3, method=method, verbose=False)
             assert found.after.document_active == pytest.approx(3)
     try:
         torch.set_default_dtype(torch.bfloat16)

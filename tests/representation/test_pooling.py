@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_losses._core.implementations import choose
+from sparse_losses import explain
 from sparse_losses.functional import splade_pool, token_weights
-from sparse_losses.representation.pooling import IMPLEMENTATIONS
 from tests import oracles
 from tests.strategies import seeds
 
@@ -74,25 +73,21 @@ def test_masked_position_hides_everything_and_a_text_without_positions_is_zero(n
     out.sum().backward()
 
 
-def uses_nonzeros(logits, mask, return_logits=False):
-    arguments = {"logits": logits, "attended": mask > 0, "return_logits": return_logits}
-    return choose(IMPLEMENTATIONS, "auto", arguments) is not None
-
-
 @pytest.mark.cpu_only
 def test_auto_uses_nonzeros_for_large_texts_that_are_long_or_sparse():
     """Elsewhere the definition is faster: twice, where all entries of short texts are active."""
-    mask = torch.ones(3, 16)
-    short = torch.randn(3, 16, 5000)
+    short, masked = torch.randn(3, 16, 5000), torch.arange(16) >= 8  # do not count as active
     sparse = torch.where(torch.arange(5000) % 5 == 0, short, -short.abs())
-    assert not uses_nonzeros(short, mask)
-    assert uses_nonzeros(sparse, mask)
-    assert not uses_nonzeros(sparse, mask, return_logits=True)
-    assert uses_nonzeros(torch.randn(3, 64, 1024), torch.ones(3, 64), return_logits=True)
-    assert not uses_nonzeros(torch.randn(0, 16, 5000), torch.ones(0, 16))
-    masked = torch.arange(16) >= 8  # do not count as active
-    logits = torch.where(masked[:, None], 1.0, -torch.rand(3, 16, 5000))
-    assert uses_nonzeros(logits, ~masked * mask)
+    halved = torch.where(masked[:, None], 1.0, -short.abs())
+    for logits, mask, whole, expected in [
+        (short, torch.ones(3, 16), False, "definition"),
+        (sparse, torch.ones(3, 16), False, "nonzeros"),
+        (sparse, torch.ones(3, 16), True, "definition"),
+        (torch.randn(3, 64, 1024), torch.ones(3, 64), True, "nonzeros"),
+        (short[:0], torch.ones(0, 16), False, "definition"),
+        (halved, (~masked).repeat(3, 1), False, "nonzeros"),
+    ]:
+        assert f'takes "{expected}"' in explain(splade_pool, logits, mask, return_logits=whole)
 
 
 @pytest.mark.parametrize("impl", ["definition", "nonzeros"])

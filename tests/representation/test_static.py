@@ -73,20 +73,17 @@ def test_masked_positions_do_not_count_whatever_their_ids():
     assert torch.equal(encoder(ids[:1, :3]), expected[:1])
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
+def test_wrong_inputs_are_named():
+    for call, error, message in [
         (lambda x: x(torch.tensor([[150]])), ValueError, r"`input_ids` in \[0, V\) with V = 150"),
         (lambda x: x(torch.ones(2, 3).long(), torch.ones(2, 2)), ValueError, "`attention_mask`"),
         (lambda x: x.encode_query("dog"), TypeError, "list of strings, got str"),
         (lambda x: static(None, torch.ones(149)), ValueError, "`weight` of at least 150 tokens"),
         (lambda x: static(None, torch.ones(150, 1)), ValueError, r"`weight` of shape \[V\]"),
         (lambda x: static(None, torch.ones(150).long()), TypeError, "`weight` to be floating"),
-    ],
-)
-def test_wrong_inputs_are_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call(static())
+    ]:
+        with pytest.raises(error, match=message):
+            call(static())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -160,22 +157,18 @@ def test_folders_that_sentence_transformers_wrote_are_read(frozen, tmp_path):
     query = modules.SparseStaticEmbedding(words, weight.clone(), frozen=frozen)
     router = modules.Router.for_query_document([query], list(plain))
     model = type(plain)(modules=[router], device="cpu")
-    model.save_pretrained(str(tmp_path / "both"))
-    encoder = StaticQueryEncoder.from_pretrained(tmp_path / "both")
-    assert isinstance(encoder.weight, nn.Parameter) != frozen
-    torch.testing.assert_close(dense(encoder), model.encode_query(QUERIES).to_dense())
-    again = SpladeEncoder.from_pretrained(tmp_path / "both")
-    torch.testing.assert_close(documents_of(again), documents_of(document))
-    # Prompts of both sides, and their model of a query side alone, are read too.
-    model.prompts |= {"query": "lazy ", "document": "quick "}
-    model.save_pretrained(str(tmp_path / "both"))
-    encoder = StaticQueryEncoder.from_pretrained(tmp_path / "both")
-    expected = model.encode_query(QUERIES).to_dense()
-    for vectors in (dense(encoder), encoder(**encoder.tokenize(QUERIES))):
-        torch.testing.assert_close(vectors, expected)
-    again = SpladeEncoder.from_pretrained(tmp_path / "both")
-    expected = model.encode_document(QUERIES).to_dense()
-    torch.testing.assert_close(again.encode_document(QUERIES, output="dense"), expected)
+    for prompts in ({}, {"query": "lazy ", "document": "quick "}):
+        model.prompts |= prompts
+        model.save_pretrained(str(tmp_path / "both"))
+        encoder = StaticQueryEncoder.from_pretrained(tmp_path / "both")
+        assert isinstance(encoder.weight, nn.Parameter) != frozen
+        expected = model.encode_query(QUERIES).to_dense()
+        for vectors in (dense(encoder), encoder(**encoder.tokenize(QUERIES))):
+            torch.testing.assert_close(vectors, expected)
+        again = SpladeEncoder.from_pretrained(tmp_path / "both")
+        expected = model.encode_document(QUERIES).to_dense()
+        torch.testing.assert_close(documents_of(again, QUERIES), expected)
+    # Their model of a query side alone is read too.
     type(plain)(modules=[query], device="cpu").save_pretrained(str(tmp_path / "alone"))
     alone = StaticQueryEncoder.from_pretrained(tmp_path / "alone")
     assert torch.equal(dense(alone), dense(StaticQueryEncoder(words, weight)))

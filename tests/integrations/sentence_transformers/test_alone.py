@@ -39,17 +39,13 @@ def test_labels_may_be_margins_where_only_margins_matter(sparse):
     vectors = [torch.rand(runs.ROWS, runs.VOCABULARY) for _ in range(4)]
     margins = runs.SCORES[:, :1] - runs.SCORES[:, 1:]
     expected = runs.of_margins([sl.Texts(x) for x in vectors], runs.SCORES)
-    wrapped = SentenceTransformersLoss(sparse(), sl.MarginMSELoss())
+    loss = SentenceTransformersLoss(sparse(), sl.MarginMSELoss()).compute_loss_from_embeddings
     for labels in (runs.SCORES, margins):
-        value = wrapped.compute_loss_from_embeddings(vectors, labels)
-        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
-    values = [
-        wrapped.compute_loss_from_embeddings(vectors[:3], x)
-        for x in (margins[:, 0], runs.SCORES[:, :2])
-    ]
-    torch.testing.assert_close(*values)
+        torch.testing.assert_close(loss(vectors, labels), expected, rtol=1e-4, atol=1e-5)
+    of_two = [loss(vectors[:3], x) for x in (margins[:, 0], runs.SCORES[:, :2])]
+    torch.testing.assert_close(*of_two)
     with pytest.raises(ValueError, match=r"got \[2, 9\]"):  # as many numbers
-        wrapped.compute_loss_from_embeddings(vectors, margins.T)
+        loss(vectors, margins.T)
     # The z-score of a batch moves with the rows' levels.
     both = {"margin_mse": (1.0, terms.margin_mse()), "distillation": (1.0, terms.distillation())}
     for loss in (sl.DistillationLoss(), sl.SpladeObjective(both)):

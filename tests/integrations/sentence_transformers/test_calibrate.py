@@ -12,9 +12,7 @@ from sparse_losses import calibrate
 from sparse_losses.integrations.sentence_transformers import use_splade_head
 from tests.representation.tiny_models import CORPUS, TEXTS
 
-pytestmark = [
-    pytest.mark.parametrize("with_head", [False, True]),
-]
+pytestmark = pytest.mark.parametrize("with_head", [False, True])
 BOTH = {"queries": TEXTS, "query_target": 4, "verbose": False}
 
 

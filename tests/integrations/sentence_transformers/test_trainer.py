@@ -13,13 +13,10 @@ from tests.integrations.sentence_transformers import runs
 
 def taught_objective():
     scaled = {"score_scale": 10.0, "similarity": "dot"}
-    return sl.SpladeObjective(
-        {
-            "info_nce": (1.0, terms.info_nce()),
-            "distillation": (2.0, terms.distillation(**scaled)),
-            "context": (0.5, terms.context_distillation(**scaled)),
-        }
-    )
+    several = {"info_nce": (1.0, terms.info_nce())}
+    several["distillation"] = (2.0, terms.distillation(**scaled))
+    several["context"] = (0.5, terms.context_distillation(**scaled))
+    return sl.SpladeObjective(several)
 
 
 def bm25(model):
@@ -112,8 +109,8 @@ def test_learned_parameters_of_a_dict_of_losses_are_resumed(sparse, tmp_path):
     data = DatasetDict({"pairs": runs.dataset(2), "splade": runs.dataset(3)})
     both = []
     for resume in (None, str(tmp_path / "checkpoint-2")):
-        model = sparse()
-        pairs, base = (SentenceTransformersLoss(model, runs.learning()) for _ in range(2))
+        model, learning = sparse(), torch.nn.Parameter(torch.tensor(0.5))
+        pairs, base = (runs.adapter(model, sl.InfoNCELoss(temperature=learning)) for _ in range(2))
         loss = {"pairs": pairs, "splade": runs.splade(model, base, sl.FlopsLoss())}
         options = {"resume": resume, "callbacks": [TrainingState(loss=loss)]}
         trainer = runs.train(model, loss, data, tmp_path, **options, **settings)
@@ -166,7 +163,6 @@ UNFIT = [
 
 @pytest.mark.parametrize(("loss", "columns", "labels", "message"), UNFIT)
 def test_wrong_columns_are_errors(loss, columns, labels, message, sparse):
+    wrapped, vectors = runs.adapter(sparse(), loss), runs.random_columns(columns)
     with pytest.raises((TypeError, ValueError), match=message):
-        runs.adapter(sparse(), loss).compute_loss_from_embeddings(
-            runs.random_columns(columns), labels
-        )
+        wrapped.compute_loss_from_embeddings(vectors, labels)
