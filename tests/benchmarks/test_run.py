@@ -10,6 +10,7 @@ pytest.importorskip("rich")
 
 from benchmarks.losses import benchmark
 from benchmarks.run import memory, timing
+from benchmarks.run.launches import Launches
 from benchmarks.run.measure import Row, measure
 from benchmarks.run.table import Table, read
 from benchmarks.schema import Case, Variant
@@ -97,3 +98,11 @@ def test_rows_are_written_once_and_for_one_machine(tmp_path: Path):
     with pytest.raises(ValueError, match="device is 'x' there"):
         Table(path, {**COMMON, "device": "another"})
     assert Table(path, {**COMMON, "device": "another"}, fresh=True).rows == []
+
+
+def test_a_product_of_halves_with_an_fp32_sum_counts_as_one_of_halves():
+    a, b = torch.ones(2, 64, 32, device="meta", dtype=torch.bfloat16).unbind()
+    total = torch.ones(64, 64, device="meta")
+    with Launches("meta") as seen:
+        torch.addmm(total, a, b.T, out_dtype=total.dtype, out=total)
+    assert seen.flops == {torch.bfloat16: 2 * 64 * 64 * 32}
