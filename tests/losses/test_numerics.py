@@ -6,6 +6,7 @@ nothing cancels.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 import sparse_losses.functional as F
 from tests import cases
-from tests.cases import FIRST, to_arrays, to_tensors
+from tests.cases import CASES, FIRST, B, to_arrays, to_tensors
 from tests.instruments import in_double, value_and_gradients
 from tests.strategies import MAGNITUDES, seeds
 
@@ -166,36 +167,26 @@ def test_a_batch_of_equal_vectors_has_the_value_and_gradient_of_equal_scores(
         assert gradient.abs().max() <= 1e-7 / temperature
 
 
-EYE = torch.eye(8, dtype=torch.long)
-SOFTMAX_LOSSES = {
-    "info_nce": F.info_nce_loss,
-    "symmetric": lambda a, p, **t: F.info_nce_loss(a, p, symmetric=True, **t),
-    "definition": lambda a, p, **t: F.info_nce_loss(a, p, impl="definition", **t),
-    "decoupled": lambda a, p, **t: F.info_nce_loss(a, p, decoupled=True, **t),
-    "positives": lambda a, p, **t: F.info_nce_loss(a, p, positive_mask=EYE + EYE.roll(1, 0), **t),
-    "nws": lambda a, p, **t: F.nws_loss(a, EYE, p, None, **t),
-    "nws_softmax": lambda a, p, **t: F.nws_loss(a, EYE, p, None, decoupled=False, **t),
-    "nws_keys": lambda a, p, **t: F.nws_loss(
-        a, EYE, p, EYE.float(), key=p.flip(0), key_labels=EYE, **t
-    ),
-}
+TEMPERED = [case for case in CASES if "temperature" in case.loss.hyperparameters]
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e4])
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
-@pytest.mark.parametrize("name", SOFTMAX_LOSSES)
-def test_extreme_temperatures_stay_finite_and_close(dtype, temperature, name):
-    def call(a, p):
-        return SOFTMAX_LOSSES[name](a, p, temperature=temperature)
+@pytest.mark.parametrize("case", TEMPERED, ids=lambda case: case.id)
+def test_extreme_temperatures_stay_finite_and_close(dtype, temperature, case):
+    tensors = case.tensors(dtype=dtype)
+    leaves = {name: tensors.pop(name) for name in case.differentiable}
 
-    both = pairs(0.5, dtype, rows=8, width=16)
+    def call(*values):
+        values = dict(zip(leaves, values, strict=True))
+        return case.function()(**tensors | values, temperature=temperature)
+
     (loss, *gradients), (exact, *expected) = (
-        value_and_gradients(call, *both),
-        in_double(call, *both),
+        value_and_gradients(call, *leaves.values()),
+        in_double(call, *leaves.values()),
     )
     assert loss.item() == pytest.approx(exact.item(), rel=1e-3, abs=1e-3)
     for gradient, truth in zip(gradients, expected, strict=True):
-        assert truth.any()
         # 1e-4 turns a rounding of 1e-7 in a cosine into 1e-3 of a logit
         assert (gradient.double() - truth).norm() <= 2e-2 * truth.norm() + 1e-6
 
@@ -225,33 +216,20 @@ def test_large_vocabularies_stay_finite_and_close(stem, dtype, monkeypatch):
     assert is_tiny or error <= 2 * torch.finfo(dtype).eps + 1e-4
 
 
-EASY_TOKEN = {  # of a row of a token and another
-    "self_reconstruction": (F.self_reconstruction_loss, math.log1p(math.exp(-30.0)), 0.5),
-    "positive_activation": (
-        lambda *x: F.positive_activation_loss(*x, saturating=True),
-        math.exp(-30.0),
-        0.0,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", EASY_TOKEN)
-def test_an_easy_token_keeps_its_digits(name):
-    call, expected, other = EASY_TOKEN[name]
+@pytest.mark.parametrize(
+    ("call", "expected", "other"),  # of a row of a token and another
+    [
+        (F.self_reconstruction_loss, math.log1p(math.exp(-30.0)), 0.5),
+        (partial(F.positive_activation_loss, saturating=True), math.exp(-30.0), 0.0),
+    ],
+)
+def test_an_easy_token_keeps_its_digits(call, expected, other):
     loss, gradient = value_and_gradients(
         lambda x: call(x, torch.tensor([[0]]), torch.ones(1, 1)), torch.tensor([[30.0, -30.0]])
     )
     assert loss.item() == pytest.approx(expected, rel=1e-5, abs=0)
     slopes = [-expected * (1 - other), expected * other]
     assert gradient.tolist()[0] == pytest.approx(slopes, rel=1e-4, abs=0)
-
-
-def test_equal_positives_with_large_scores_keep_the_digits_of_their_loss():
-    """``(top - score) + excess``: the other order rounds ``excess`` to the digits of the score."""
-    scores = torch.tensor([[-65504.0, -65504.0, -1e9]])
-    positive = torch.tensor([[True, True, False]])
-    loss = F.info_nce_from_scores(scores, positive)
-    assert loss.item() == pytest.approx(math.log(2), rel=1e-6)
 
 
 def test_the_temperature_has_a_gradient_beside_a_row_that_is_nearly_nothing():
@@ -267,32 +245,40 @@ def test_the_temperature_has_a_gradient_beside_a_row_that_is_nearly_nothing():
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=0)
 
 
-# Cosines and standardised scores do not see a magnitude; temperatures are those of the table.
+# Cosines do not see a magnitude; temperatures are those of the table.
 ANY_MAGNITUDE = {
-    "info_nce": ("anchor", "positive"),
     "triplet_margin": ("anchor", "positive", "negative"),
     "nws": ("query", "prototype"),
     "positive_activation": ("activations",),
 }
+IMPLS = ("definition", *FIRST["info_nce"].implementations)
+ANY_MAGNITUDE |= {f"info_nce {impl}": ("anchor", "positive") for impl in IMPLS}
 
 
-@pytest.mark.parametrize("stem", ANY_MAGNITUDE)
+@pytest.mark.filterwarnings("ignore:Sparse")  # what PyTorch says of every CSR tensor
+@pytest.mark.parametrize("name", ANY_MAGNITUDE)
 @given(seed=seeds, data=st.data())
-def test_any_magnitude_in_fp32_is_as_in_fp64(stem, seed, data):
-    case, names = FIRST[stem], ANY_MAGNITUDE[stem]
+def test_rows_of_any_magnitude_in_fp32_are_as_in_fp64(name, seed, data):
+    names, (stem, *impl) = ANY_MAGNITUDE[name], name.split()
+    case = FIRST[stem]
     tensors = to_tensors(case.arrays(seed=seed), torch.float32)
-    some = [tensors[name] * data.draw(st.sampled_from(MAGNITUDES), label=name) for name in names]
+    some = []
+    for each in names:
+        scales = st.lists(st.sampled_from((0.0, *MAGNITUDES)), min_size=B, max_size=B)
+        some.append(tensors[each] * torch.tensor(data.draw(scales, label=each))[:, None])
     if stem == "positive_activation":  # whose sum may cancel
         some[0] = some[0].abs()
 
     def call(*some):
-        return case.function()(**tensors | dict(zip(names, some, strict=True)))
+        some = [x.to_sparse_csr() for x in some] if impl == ["nonzeros"] else some
+        options = dict(zip(names, some, strict=True)) | ({"impl": impl[0]} if impl else {})
+        return case.function()(**tensors | options)
 
     (value, *gradients), (expected, *wanted) = (
         value_and_gradients(call, *some),
         in_double(call, *some),
     )
     torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)
-    for name, gradient, truth in zip(names, gradients, wanted, strict=True):
+    for each, gradient, truth in zip(names, gradients, wanted, strict=True):
         size = truth.abs().amax(-1, keepdim=True)  # what a row's sums are made of
-        assert ((gradient.double() - truth).abs() <= 1e-4 * size + 1e-37).all(), name
+        assert ((gradient.double() - truth).abs() <= 1e-4 * size + 1e-37).all(), each
