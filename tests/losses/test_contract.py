@@ -900,7 +900,7 @@ def test_non_contiguous_inputs_are_the_same_inputs(case):
 def test_masks_are_bool_int_or_float_of_zero_and_one(case):
     tensors = case.tensors()
     plain = alive(case.function()(**tensors))
-    for dtype in (torch.bool, torch.int32, torch.int64, torch.float32):
+    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int64, torch.bfloat16, torch.float32):
         value = case.function()(**{**tensors, **{n: tensors[n].to(dtype) for n in case.masks}})
         assert value.dtype == torch.float64
         assert torch.equal(value, plain)

@@ -13,7 +13,7 @@ from sparse_losses import NWSLoss
 from sparse_losses.functional import info_nce_loss, nws_loss
 from sparse_losses.losses.nws import _largest_of_labels
 from tests.cases import assert_follows_the_formula
-from tests.instruments import Recorder, value_and_gradients
+from tests.instruments import Recorder
 from tests.strategies import draw, nws_problems, seeds, temperatures
 
 aggregations = st.sampled_from(["mean", "max"])
@@ -105,9 +105,9 @@ def test_a_larger_beta_never_lowers_it(seed, beta, more):
     inputs = problem(seed)
     low, high = nws_loss(**inputs, beta=beta), nws_loss(**inputs, beta=beta + more)
     assert (high >= low - 1e-12).all()
-    inputs["query_labels"] = torch.eye(4).long()  # every row has a key or queue row unlike it
-    inputs["queue_labels"] = torch.eye(4).long()[[0, 1, 2, 3, 0]]
-    inputs["label_similarity"] = torch.eye(4).double()
+    one_each = torch.eye(4).long()  # every row has a key or queue row unlike it
+    inputs |= {"query_labels": one_each, "queue_labels": one_each[[0, 1, 2, 3, 0]]}
+    inputs["label_similarity"] = one_each.double()
     low, high = nws_loss(**inputs, beta=beta), nws_loss(**inputs, beta=beta + more)
     assert (high > low).all()
 
@@ -143,23 +143,6 @@ def test_a_weight_of_zero_is_no_mask_so_a_nan_key_shows():
     assert nws_loss(**{**inputs, "reduction": "mean"}, beta=0.0, eps=0.0).isnan()
 
 
-def test_the_nan_of_a_row_without_negatives_is_hidden():
-    """Decoupled and exact; the other rows have prototypes to compete with."""
-    inputs = {**problem(), "reduction": "mean", "eps": 0.0}
-    inputs["query_labels"] = torch.eye(4).long()
-    inputs["query_labels"][2] = inputs["key_labels"][:, 0] = inputs["queue_labels"][:, 0] = 1
-    names = ("query", "prototype")
-
-    def call(*leaves):
-        return nws_loss(**inputs | dict(zip(names, leaves, strict=True)))
-
-    expected = value_and_gradients(call, *(inputs[name] for name in names))
-    inputs["query"][2] = torch.nan
-    found = value_and_gradients(call, *(inputs[name] for name in names))
-    assert all(map(torch.equal, found, expected))
-    assert expected[1].any(dim=1).tolist() == [row != 2 for row in range(4)]
-
-
 @over_aggregations
 def test_queries_by_references_by_labels_are_never_held(aggregation):
     inputs = problem(batch=16, width=8, count=48, keys=40, rows=60)
@@ -168,17 +151,7 @@ def test_queries_by_references_by_labels_are_never_held(aggregation):
     with Recorder() as seen:
         torch.autograd.grad(nws_loss(**inputs), leaves)
     references = 40 + 60 + 48
-    assert 16 * 40 <= seen.largest <= 2 * max(references * 48, 16 * 48 * 48)
-    assert seen.largest < 16 * references * 48 / 3
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.bfloat16], ids=str)
-def test_labels_have_any_dtype(dtype):
-    inputs = problem()
-    expected = nws_loss(**inputs)
-    for name in ("query_labels", "key_labels", "queue_labels"):
-        inputs[name] = inputs[name].to(dtype)
-        torch.testing.assert_close(nws_loss(**inputs), expected)
+    assert 16 * 40 <= seen.largest < 16 * references * 48 / 3
 
 
 @pytest.mark.parametrize("count", [1, 126, 127, 300])
