@@ -39,10 +39,8 @@ def call(implementations, impl, x=None):
 
 
 def test_auto_takes_the_first_that_is_supported_and_preferred():
-    (unsupported, a), (slow, b) = (
-        implementation("unsupported", reason="a miracle"),
-        implementation("slow", is_preferred=False),
-    )
+    unsupported, a = implementation("unsupported", reason="a miracle")
+    slow, b = implementation("slow", is_preferred=False)
     (first, c), (second, d) = implementation("first"), implementation("second")
     x = torch.nn.Parameter(torch.arange(3.0))
     call((unsupported, slow, first, second), "auto", x).backward()
