@@ -158,19 +158,19 @@ def test_one_score_that_differs_by_a_rounding_has_its_z_score(standardize):
     assert distillation_loss(s, z, **options).item() == pytest.approx(exact.item(), rel=1e-4)
 
 
-def test_a_student_that_rules_out_a_candidate_is_infinitely_wrong():
-    student = torch.tensor([[0.0, -torch.inf]])
-    assert distillation_loss(student, torch.zeros(1, 2), temperature=1.0, **KL) == torch.inf
+@pytest.mark.parametrize(
+    ("student", "teacher", "expected"),
+    [  # a student that rules out a candidate, scores whose range overflows
+        ([0.0, -math.inf], [0.0, 0.0], math.inf),
+        ([1.0, 0.0, 0.0], [3e38, -3e38, 0.0], math.log(1 + 2 / math.e)),
+    ],
+)
+def test_extreme_scores_have_a_kl(student, teacher, expected):
+    scores = torch.tensor([student]), torch.tensor([teacher])
+    assert distillation_loss(*scores, temperature=1.0, **KL).item() == pytest.approx(expected)
 
 
-def test_scores_whose_range_overflows_have_a_kl():
-    student = torch.tensor([[1.0, 0.0, 0.0]])
-    teacher = torch.tensor([[3e38, -3e38, 0.0]])
-    loss = distillation_loss(student, teacher, temperature=1.0, **KL)
-    assert loss.item() == pytest.approx(math.log(1 + 2 / math.e), rel=1e-6)
-
-
-@pytest.mark.parametrize("standardize", ["batch", "row"])
+@modes
 def test_a_hidden_nan_does_not_hide_a_gap(standardize):
     teacher = torch.tensor([[math.nan, -math.inf, 1.0, 0.0, 2.0]])
     student = torch.tensor([[0.5, 3.0, 0.2, -0.1, 0.4]])
@@ -192,12 +192,8 @@ def test_two_weights_of_zero_are_zero_with_a_graph():
     ("width", "standardize"), [(0, "batch"), (1, "batch"), (0, "row"), (1, "row"), (2, "row")]
 )
 def test_too_few_candidates_are_refused(width, standardize):
-    with pytest.raises(ValueError, match=r"candidate") as caught:
+    with pytest.raises(ValueError, match=rf"candidate.*{width}"):
         distillation_loss(torch.rand(3, width), torch.rand(3, width), standardize=standardize)
-    assert str(width) in str(caught.value)
-    fewest = 3 if standardize == "row" else 2
-    few = torch.rand(3, fewest), torch.rand(3, fewest)
-    assert distillation_loss(*few, standardize=standardize) > 0
 
 
 @pytest.mark.parametrize("value", [1e-18, 1e-8, 1e18])
