@@ -484,10 +484,10 @@ def to_tensors(arrays: Arrays, dtype: torch.dtype = torch.float64) -> dict[str, 
 
 
 def sparse_pair(
-    case: Case, tensors: dict[str, Any], seed: int = 0
+    case: Case, tensors: dict[str, Any], index: torch.dtype = torch.int64
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a call with zeros in its matrices, dense and with these as CSR tensors, as leaves."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     dense, sparse = dict(tensors), dict(tensors)
     for name in case.those("csr"):
         x = tensors[name]
@@ -499,7 +499,10 @@ def sparse_pair(
             dense[name] = x.requires_grad_()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what PyTorch says of every CSR tensor
-                sparse[name] = x.detach().to_sparse_csr().requires_grad_()
+                csr = x.detach().to_sparse_csr()
+                places = csr.crow_indices().to(index), csr.col_indices().to(index)
+                csr = torch.sparse_csr_tensor(*places, csr.values(), x.shape)
+                sparse[name] = csr.requires_grad_()
     return dense, sparse
 
 

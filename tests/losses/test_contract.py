@@ -325,7 +325,7 @@ def test_too_few_rows_are_refused(case):
         if case.fewest_rows == 0 and case.impl != "tiles" and case.stem != "objective"
     ]
 )
-def test_an_empty_batch_gives_zero_with_a_graph(case):
+def test_an_empty_batch_gives_zero_with_a_graph_and_one_row_a_finite_gradient(case):
     alive(case.function()(**case.tensors(batch=3)))
     tensors = case.tensors(batch=0)
     leaves = watch(case, tensors)
@@ -333,6 +333,9 @@ def test_an_empty_batch_gives_zero_with_a_graph(case):
         value = case.function()(**tensors, **({"reduction": reduction} if reduction else {}))
         assert value.shape == ((0,) if reduction == "none" else ())
         assert_zero_with_a_graph(value, leaves)
+    tensors = case.tensors(batch=1)
+    leaves = watch(case, tensors)
+    assert all(x.isfinite().all() for x in gradients(case.function()(**tensors), leaves).values())
 
 
 # Precision ----------------------------------------------------------------------------------------
@@ -668,7 +671,8 @@ def at_entries(x: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
 @over_reductions(SPARSE)
 def test_a_csr_tensor_has_the_value_and_at_its_entries_the_gradient_of_a_dense_one(case, reduction):
     options = {"reduction": reduction} if reduction else {}
-    dense, sparse = sparse_pair(case, case.tensors())
+    index = torch.int64 if reduction == "none" else torch.int32
+    dense, sparse = sparse_pair(case, case.tensors(), index)
     expected, value = (case.function()(**x, **options) for x in (dense, sparse))
     torch.testing.assert_close(value, alive(expected), rtol=1e-10, atol=1e-12)
     names = [n for n in case.those("csr") if sparse[n].layout == torch.sparse_csr]

@@ -81,20 +81,6 @@ def test_a_gradient_does_not_depend_on_which_others_are_needed(impl, csr, shape,
             torch.testing.assert_close(found, {name: expected[name] for name in needed})
 
 
-def test_a_csr_tensor_may_have_indices_of_32_bits():
-    leaves = {"anchor": vectors(0), "positive": vectors(1)}
-    expected, wanted = value_and_gradients(leaves, impl="definition")
-    stored = {}
-    for name, x in leaves.items():
-        csr = x.to_sparse_csr()
-        index = csr.crow_indices().int(), csr.col_indices().int()
-        stored[name] = torch.sparse_csr_tensor(*index, csr.values(), x.shape)
-    value, gradients = value_and_gradients(stored)
-    torch.testing.assert_close(value, expected)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient.values(), wanted[name][leaves[name] != 0])
-
-
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
 @pytest.mark.parametrize("impl", ["definition", "direct", "nonzeros"])
 def test_a_nan_that_ids_hide_reaches_no_gradient_of_the_rows_that_share_the_id(impl, similarity):
