@@ -396,6 +396,13 @@ def positive_activation(
 # What the teacher says ----------------------------------------------------------------------------
 
 
+def _candidates(teacher_scores, candidate_mask) -> list[list[int]]:
+    """Of each row the columns that neither the mask nor a teacher's ``-inf`` leaves out."""
+    masks = np.ones(np.shape(teacher_scores)) if candidate_mask is None else candidate_mask
+    rows = zip(teacher_scores, masks, strict=True)
+    return [[c for c in range(len(t)) if mask[c] and t[c] != -math.inf] for t, mask in rows]
+
+
 def _standardised(scores: list[float]) -> list[float]:
     """z-scores with the unbiased deviation; constant scores give 0."""
     if len(scores) < 2 or max(scores) == min(scores):
@@ -416,39 +423,27 @@ def distillation(
     candidate_mask=None,
 ) -> float:
     """Tempered KL from the teacher plus the squared distance of z-scores."""
-    batch, width = np.shape(student_scores)
-    candidates = [
-        [
-            c
-            for c in range(width)
-            if (candidate_mask is None or candidate_mask[i][c])
-            and teacher_scores[i][c] != -math.inf
-        ]
-        for i in range(batch)
-    ]
+    rows = enumerate(_candidates(teacher_scores, candidate_mask))
+    groups = [[(i, c) for c in candidates] for i, candidates in rows]
+
+    def both(group) -> list[list[float]]:
+        return [[float(x[i][c]) for i, c in group] for x in (student_scores, teacher_scores)]
+
     divergences = []
-    for i, row in enumerate(candidates):
-        if not row:
-            continue
-        s = [float(student_scores[i][c]) / temperature for c in row]
-        t = [float(teacher_scores[i][c]) / temperature for c in row]
-        log_q = [v - log_sum_exp(s) for v in s]
-        log_p = [v - log_sum_exp(t) for v in t]
-        divergences.append(
-            math.fsum(math.exp(p) * (p - q) for p, q in zip(log_p, log_q, strict=True))
-        )
+    for group in filter(None, groups):
+        s, t = ([score / temperature for score in scores] for scores in both(group))
+        log_q, log_p = ([v - log_sum_exp(x) for v in x] for x in (s, t))
+        terms = (math.exp(p) * (p - q) for p, q in zip(log_p, log_q, strict=True))
+        divergences.append(math.fsum(terms))
     kl = math.fsum(divergences) / len(divergences) if divergences else 0.0
 
-    groups = [[(i, c) for i, row in enumerate(candidates) for c in row]]
-    if standardize == "row":
-        groups = [[(i, c) for c in row] for i, row in enumerate(candidates)]
+    if standardize == "batch":
+        groups = [[place for group in groups for place in group]]
     squared = []
     for group in groups:
-        zs = _standardised([float(student_scores[i][c]) for i, c in group])
-        zt = _standardised([float(teacher_scores[i][c]) for i, c in group])
-        if standardize == "row" and len(group) < 3:
-            zs = zt = [0.0] * len(group)
-        squared += [(a - b) ** 2 for a, b in zip(zs, zt, strict=True)]
+        z = [_standardised(scores) for scores in both(group)]
+        too_few = standardize == "row" and len(group) < 3
+        squared += [0.0 if too_few else (a - b) ** 2 for a, b in zip(*z, strict=True)]
     mse = math.fsum(squared) / len(squared) if squared else 0.0
     return alpha_kl * temperature**2 * kl + alpha_mse * mse
 
@@ -477,12 +472,8 @@ def masked_logit_mse(student_logits, teacher_logits, *, threshold=0.0) -> Values
 
 def ranknet(student_scores, teacher_scores, *, candidate_mask=None, temperature=1.0) -> Values:
     """The mean over ordered pairs of ``log(1 + exp(-(s_a - s_b) / T))``."""
-    for i, (s, t) in enumerate(zip(student_scores, teacher_scores, strict=True)):
-        kept = [
-            c
-            for c in range(len(s))
-            if t[c] != -np.inf and (candidate_mask is None or candidate_mask[i][c])
-        ]
+    kept_of_rows = _candidates(teacher_scores, candidate_mask)
+    for s, t, kept in zip(student_scores, teacher_scores, kept_of_rows, strict=True):
         costs = [softplus(-(s[a] - s[b]) / temperature) for a in kept for b in kept if t[a] > t[b]]
         yield math.fsum(costs) / len(costs) if costs else None
 
@@ -503,41 +494,37 @@ def token_weight(logit, activation="relu", threshold=None) -> float:
     return math.log1p(weight) if activation == "log1p_relu" else weight
 
 
+def _positions(mask) -> list[int]:
+    return [s for s, is_attended in enumerate(mask) if is_attended]
+
+
 def splade_pool(
     logits, attention_mask, activation="relu", softcap=None, threshold=None
 ) -> np.ndarray:
     """``max_s mask * log1p(relu(logit))`` over the positions of a text."""
-    batch, length, vocab = np.shape(logits)
-    pooled = np.zeros((batch, vocab))
-    for i in range(batch):
-        for j in range(vocab):
-            limit = threshold[j] if np.ndim(threshold) else threshold
-            for s in range(length):
-                if attention_mask[i][s]:
-                    logit = capped(logits[i][s][j], softcap)
-                    pooled[i, j] = max(pooled[i, j], token_weight(logit, activation, limit))
+    pooled = np.zeros((len(logits), np.shape(logits)[2]))
+    for i, j in np.ndindex(*pooled.shape):
+        limit = threshold[j] if np.ndim(threshold) else threshold
+        column = (capped(logits[i][s][j], softcap) for s in _positions(attention_mask[i]))
+        pooled[i, j] = max((token_weight(z, activation, limit) for z in column), default=0.0)
     return pooled
 
 
 def pooled_logits(logits, attention_mask, softcap=None) -> np.ndarray:
     """The signed maximum over the attended positions, 0 for a text without any."""
-    batch, _, vocab = np.shape(logits)
-    pooled = np.zeros((batch, vocab))
-    for i in range(batch):
-        positions = [s for s in range(len(logits[i])) if attention_mask[i][s]]
-        for j in range(vocab):
-            pooled[i, j] = max((capped(logits[i][s][j], softcap) for s in positions), default=0.0)
+    pooled = np.zeros((len(logits), np.shape(logits)[2]))
+    for i, j in np.ndindex(*pooled.shape):
+        column = (capped(logits[i][s][j], softcap) for s in _positions(attention_mask[i]))
+        pooled[i, j] = max(column, default=0.0)
     return pooled
 
 
 def token_weights(logits, attention_mask) -> np.ndarray:
     """The same with the maximum over the vocabulary, one weight a position."""
-    batch, length, _ = np.shape(logits)
-    weights = np.zeros((batch, length))
-    for i in range(batch):
-        for s in range(length):
-            if attention_mask[i][s]:
-                weights[i, s] = max(math.log1p(max(float(v), 0.0)) for v in logits[i][s])
+    weights = np.zeros(np.shape(logits)[:2])
+    for i, row in enumerate(attention_mask):
+        for s in _positions(row):
+            weights[i, s] = max(token_weight(z) for z in logits[i][s])
     return weights
 
 
@@ -551,8 +538,8 @@ def head_logits(hidden, weight, bias=None, mask=None, gate=None, softcap=None) -
     """Return ``g_ij cap(max_s h_is . w_j + b_j)``, 0 for a text without a position."""
     pooled = np.zeros((len(hidden), len(weight)))
     for i, j in np.ndindex(*pooled.shape):
-        positions = [s for s in range(len(hidden[i])) if mask is None or mask[i][s]]
-        if positions:
+        positions = range(len(hidden[i])) if mask is None else _positions(mask[i])
+        if len(positions):
             top = max(dot(hidden[i][s], weight[j]) for s in positions)
             value = capped(top + (0.0 if bias is None else float(bias[j])), softcap)
             pooled[i, j] = value * (1.0 if gate is None else float(gate[i][j]))
