@@ -43,14 +43,14 @@ class Loss:
         *,
         implementations: tuple[str, ...] = (),  # beside the definition
         bad: Any = (),  # a dict of values of hyperparameters that must be refused
-        function: str = "",  # where it is not `<stem>_loss`
+        function: str = "",  # where it is neither `<stem>_loss` nor a layer's `<stem>`
         layer_oracle: Callable[..., float] | None = None,  # of a layer: of what `weigh` returns
         call: Callable[..., torch.Tensor] | None = None,  # where it is no function of the package
         **tensors: str,
     ) -> None:
         self.stem, _, self.module = names.partition(": ")
         self.tensors, self.implementations, self.bad = tensors, implementations, dict(bad)
-        self.function = function or f"{self.stem}_loss"
+        self.function = function or (self.stem if layer_oracle else f"{self.stem}_loss")
         self.oracle = layer_oracle or getattr(oracles, self.stem)
         self.layer_oracle, self.call = layer_oracle, call
         self.constructor = self.those("buffer")
@@ -308,17 +308,10 @@ LOGITS = {"logits": "B S V, grad, private", "attention_mask": "B S, mask, void 0
 
 # They return a vector a text, or a number a token, and have no module of that name.
 LAYERS = by_stem(
-    Loss(
-        "splade_pool",
-        **LOGITS,
-        implementations=("nonzeros",),
-        function="splade_pool",
-        layer_oracle=_pooled,
-    ),
+    Loss("splade_pool", **LOGITS, implementations=("nonzeros",), layer_oracle=_pooled),
     Loss(
         "token_weights",
         **LOGITS,
-        function="token_weights",
         layer_oracle=lambda *args, **arrays: weigh(oracles.token_weights(*args, **arrays)).item(),
     ),
     Loss(
@@ -329,7 +322,6 @@ LAYERS = by_stem(
         attention_mask="B S, mask, void 0",
         gate="B V, grad",
         implementations=("packed", "tiles"),
-        function="splade_head",
         layer_oracle=_headed,
     ),
     Loss(
