@@ -17,7 +17,6 @@ add a loss:
 
 import inspect
 import itertools
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -489,12 +488,10 @@ def sparse_pair(
             x = (x.abs() if case.stem == "min_activation" else x) * kept
             x[-1:] = 0 * x[-1:] if case.stem not in ("info_nce", "n_pair") else x[-1:]
             dense[name] = x.requires_grad_()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what PyTorch says of every CSR tensor
-                csr = x.detach().to_sparse_csr()
-                places = csr.crow_indices().to(index), csr.col_indices().to(index)
-                csr = torch.sparse_csr_tensor(*places, csr.values(), x.shape)
-                sparse[name] = csr.requires_grad_()
+            csr = x.detach().to_sparse_csr()
+            parts = csr.crow_indices().to(index), csr.col_indices().to(index), csr.values()
+            csr = torch.sparse_csr_tensor(*parts, x.shape, check_invariants=True)
+            sparse[name] = csr.requires_grad_()
     return dense, sparse
 
 

@@ -100,7 +100,6 @@ def test_impl_lists_the_implementations_of_a_loss(loss):
         FIRST[loss.stem].function()(**FIRST[loss.stem].tensors(), impl="fast")
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")
 def test_explain_names_the_implementation_and_what_speaks_against_those_before_it():
     dense = torch.randn(64, 8)
     sparse = dense.to_sparse_csr()

@@ -2,7 +2,6 @@
 
 import functools
 
-import pytest
 import torch
 
 import sparse_losses.functional as F
@@ -75,7 +74,6 @@ def test_second_derivatives():
     run_ranks(2, compare_derivatives)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")
 def test_regularisers_and_distillation_send_no_rows_and_csr_entries_alone(monkeypatch):
     """How many numbers each collective of a call takes from a rank, which is a thread here."""
     numbers: list[int] = []

@@ -55,7 +55,6 @@ SPARSE = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")  # what PyTorch says of every CSR tensor
 @pytest.mark.parametrize("case", SPARSE, ids=lambda case: case.id)
 def test_sparse_rows_of_all_ranks_are_those_of_one_process(case):
     arrays = whole(case, 2, seed=3)

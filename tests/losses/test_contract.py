@@ -659,7 +659,6 @@ def test_ids_may_have_any_integer_dtype(case, dtype):
 # Sparse activations -------------------------------------------------------------------------------
 
 SPARSE = [c for c in CASES if any(len(c.dims[name]) == 2 for name in c.those("csr"))]
-quiet = pytest.mark.filterwarnings("ignore:Sparse")  # what PyTorch says of every CSR tensor
 
 
 def at_entries(x: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
@@ -667,7 +666,6 @@ def at_entries(x: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
     return x[row, pattern.col_indices()]
 
 
-@quiet
 @over_reductions(SPARSE)
 def test_a_csr_tensor_has_the_value_and_at_its_entries_the_gradient_of_a_dense_one(case, reduction):
     options = {"reduction": reduction} if reduction else {}
@@ -686,7 +684,6 @@ def test_a_csr_tensor_has_the_value_and_at_its_entries_the_gradient_of_a_dense_o
         torch.testing.assert_close(found, at_entries(x, sparse[name]), rtol=1e-9, atol=1e-11)
 
 
-@quiet
 @over(SPARSE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_csr_tensor_of_any_dtype_loses_no_more_than_fp32_rounding(case, dtype):
@@ -696,7 +693,6 @@ def test_a_csr_tensor_of_any_dtype_loses_no_more_than_fp32_rounding(case, dtype)
     assert abs(value.item() - expected) <= rounding(case, expected)
 
 
-@quiet
 @pytest.mark.cpu_only
 @over([FIRST[stem] for stem, loss in LOSSES.items() if loss.those("csr")])
 def test_csr_that_is_no_matrix_of_activations_is_refused(case):
@@ -719,7 +715,6 @@ def test_csr_that_is_no_matrix_of_activations_is_refused(case):
     assert case.function()(**sparse).isnan()
 
 
-@quiet
 @over([c for c in FIRST.values() if not c.those("csr") and c.stem != "margin_mse"])
 def test_other_losses_refuse_csr_by_name(case):
     name = next(n for n, x in case.tensors().items() if x is not None and x.ndim == 2)

@@ -15,8 +15,6 @@ from tests.instruments import Recorder
 B, V, N = 7, 26, 3
 T = torch.tensor(0.4, dtype=torch.float64)
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse")  # what PyTorch says of every CSR tensor
-
 
 def vectors(seed: int, rows: int = B) -> torch.Tensor:
     rng = np.random.default_rng(seed)
@@ -27,7 +25,7 @@ def as_csr(x: torch.Tensor) -> torch.Tensor:
     """All entries of ``x``, zeros too, so that the gradient has all of them."""
     starts = torch.arange(0, x.numel() + 1, x.shape[1])
     columns = torch.arange(x.shape[1]).repeat(len(x))
-    return torch.sparse_csr_tensor(starts, columns, x.reshape(-1), x.shape)
+    return torch.sparse_csr_tensor(starts, columns, x.reshape(-1), x.shape, check_invariants=True)
 
 
 def value_and_gradients(leaves: dict, csr: tuple[str, ...] = (), **options):

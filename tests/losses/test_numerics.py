@@ -255,7 +255,6 @@ IMPLS = ("definition", *FIRST["info_nce"].implementations)
 ANY_MAGNITUDE |= {f"info_nce {impl}": ("anchor", "positive") for impl in IMPLS}
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")  # what PyTorch says of every CSR tensor
 @pytest.mark.parametrize("name", ANY_MAGNITUDE)
 @given(seed=seeds, data=st.data())
 def test_rows_of_any_magnitude_in_fp32_are_as_in_fp64(name, seed, data):

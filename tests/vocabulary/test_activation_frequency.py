@@ -40,7 +40,6 @@ def counted(*texts: torch.Tensor, **options: float) -> ActivationFrequency:
     return counter
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")
 @given(seeds, sizes, st.none() | st.floats(0.05, 0.999))
 def test_frequencies_equal_a_loop_over_texts(seed, rows, decay):
     texts = batches(seed, rows)
@@ -54,7 +53,6 @@ def test_frequencies_equal_a_loop_over_texts(seed, rows, decay):
     assert (frequency <= 1).all()
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("decay", [None, 0.5])
 def test_a_text_with_a_nan_does_not_count(decay):
     """It would make the lists look short, and the penalty weak, after a step that overflowed."""
