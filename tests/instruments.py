@@ -1,8 +1,20 @@
 """What the tests of several files look at losses with: graphs compiled, tensors allocated."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def counting(backend: str = "eager") -> tuple:

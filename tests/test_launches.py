@@ -24,6 +24,7 @@ from benchmarks.run.launches import Launches, training_launches
 from benchmarks.schema import Maker
 from sparse_losses._core.host_copy import HostCopy
 from sparse_losses.fast import head, head_tiles
+from tests.cases import LAYER_CASES
 from tests.objective import making
 
 LAYERS = ("splade_head", "end_to_end", "objective")  # they have bounds of their own
@@ -114,6 +115,9 @@ def test_gradient_of_the_head_follows_the_entries_in_34_launches(share):
     assert counted.peak_bytes < 1.3 * weight.nbytes
 
 
+HEAD = next(case for case in LAYER_CASES if case.id == "splade_head-all")
+
+
 @pytest.mark.parametrize("options", [{}, {"threshold": 0.3}, {"return_logits": True}], ids=str)
 def test_number_of_active_entries_is_copied_in_the_forward_pass(monkeypatch, options):
     """As on an accelerator, here on a CPU: all active entries, but not those of all logits."""
@@ -122,23 +126,14 @@ def test_number_of_active_entries_is_copied_in_the_forward_pass(monkeypatch, opt
     copies, sizes, entries_of = [], [], head.entries_of
     monkeypatch.setattr(head, "HostCopy", lambda *x: copies.append(HostCopy(*x)) or copies[-1])
     monkeypatch.setattr(head, "entries_of", lambda *x: sizes.append(x[-1]) or entries_of(*x))
-    sizes_of = {"hidden": (B, S, H), "weight": (V, H), "bias": (V,), "gate": (B, V)}
-    leaves = {name: torch.rand(size).double() - 0.5 for name, size in sizes_of.items()}
-    leaves["gate"] = leaves["gate"].abs().round(decimals=1)
-    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-    mask = torch.rand(B, S) < 0.7
-    outputs = [
-        sl.splade_head(**leaves, attention_mask=mask, impl=impl, **options)
-        for impl in ("tiles", "definition")
-    ]
+    tensors = HEAD.tensors()
+    leaves = [tensors[name].requires_grad_() for name in HEAD.differentiable]
+    values = [HEAD.function()(**tensors, **options, impl=impl) for impl in ("tiles", "definition")]
     is_counted = "return_logits" not in options
     assert len(copies) == is_counted
-    outputs = [x if is_counted else torch.stack(x) for x in outputs]
-    factor = torch.rand_like(outputs[0])
-    ours, exact = (torch.autograd.grad((x * factor).sum(), list(leaves.values())) for x in outputs)
+    torch.testing.assert_close(*(torch.autograd.grad(value, leaves) for value in values))
     assert len(sizes) == is_counted
-    assert not sizes or sizes[0] >= outputs[0].count_nonzero()
-    torch.testing.assert_close(ours, exact)
+    assert not sizes or sizes[0] >= sl.splade_head(**tensors, **options).count_nonzero()
 
 
 def test_head_for_inference_takes_the_maximum_without_its_position():

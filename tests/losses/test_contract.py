@@ -7,7 +7,6 @@ import pickle
 import re
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from tests.cases import (
     to_arrays,
     to_tensors,
 )
-from tests.instruments import counting, gradients, weigh
+from tests.instruments import counting, default_dtype, gradients, weigh
 
 # CASES has a case twice where an implementation beside the definition supports it, a layer's by
 # each of them. What does not depend on the implementation runs over ONCE: arguments are checked and
@@ -392,15 +391,6 @@ def test_mixed_dtypes_promote(case, high):
     )
     for leaf, gradient in gradients(value, leaves).items():
         assert gradient.dtype == leaves[leaf].dtype
-
-
-@contextmanager
-def default_dtype(dtype):
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 SETTINGS = {  # the dtype of the inputs, and what is switched on
