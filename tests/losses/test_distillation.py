@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from sparse_losses.functional import distillation_loss
 from tests.cases import assert_follows_the_formula, to_tensors
-from tests.instruments import in_double, value_and_gradients
+from tests.instruments import assert_keeps_digits, in_double, value_and_gradients
 from tests.strategies import draw, score_problems, seeds
 
 KL, MSE = {"alpha_kl": 1.0, "alpha_mse": 0.0}, {"alpha_kl": 0.0, "alpha_mse": 1.0}
@@ -95,11 +95,9 @@ def test_the_mse_part_neither_overflows_nor_underflows(standardize, scale):
     def call(function, factor):
         return lambda s: function(factor * s, factor * z.to(s.dtype), **options)
 
-    loss, gradient = value_and_gradients(call(distillation_loss, scale), s)
-    exact, expected = in_double(call(functools.partial(textbook, temperature=1.0), scale), s)
-    assert loss.item() == pytest.approx(exact.item(), rel=1e-5, abs=0)
-    torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-4 * expected.max())
-    assert expected.any()
+    exact = call(functools.partial(textbook, temperature=1.0), scale)
+    digits = {"of_value": 1e-5, "of_gradients": 1e-4, "exact": exact}
+    assert_keeps_digits(call(distillation_loss, scale), s, **digits)
 
 
 @modes
@@ -112,13 +110,13 @@ def test_single_precision_keeps_the_digits_of_small_differences(
     s = (draw(0, 7, 50) + offset).float()
     z = (s + 0.1 * draw(1, 7, 50)).float()
     options = {"temperature": temperature, "standardize": standardize, **alphas}
-    loss, gradient = value_and_gradients(lambda s: distillation_loss(s, z, **options), s)
-    exact, expected = in_double(lambda s: textbook(s, z.double(), **options), s)
+    ours, exact = (
+        lambda s, f=f: f(s, z.to(s.dtype), **options) for f in (distillation_loss, textbook)
+    )
     # Scores are rounded to 1e-7 of the offset, log-probabilities to 1e-7: that is what differences
     # of 0.1, and of 0.1 / T, lose. `p log(p / q)` alone would lose the value, (0.1 / T)^2 / 2.
     close = 2e-5 * max(1.0, offset / 10, temperature / 4)
-    assert loss.item() == pytest.approx(exact.item(), rel=close)
-    assert (gradient.double() - expected).norm() <= close * expected.norm()
+    assert_keeps_digits(ours, s, of_value=close, of_gradients=close, exact=exact)
 
 
 @pytest.mark.parametrize("lead", [8.0, 12.0, 30.0, 60.0])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import sparse_losses.functional as F
 from tests import cases
 from tests.cases import CASES, FIRST, B, to_arrays, to_tensors
-from tests.instruments import in_double, value_and_gradients
+from tests.instruments import assert_keeps_digits, in_double, value_and_gradients
 from tests.strategies import MAGNITUDES, seeds
 
 HALF = (torch.float16, torch.bfloat16)
@@ -44,18 +44,6 @@ def odds(scores: torch.Tensor, temperature: float) -> torch.Tensor:
     return torch.log1p((gaps.exp() * others).sum(1))
 
 
-def compare(call, tensors, closed_form, tolerance) -> torch.Tensor:
-    """Compare value and gradients with the closed form on the same rounded inputs."""
-    loss, *gradients = value_and_gradients(call, *tensors)
-    reference, *expected = in_double(closed_form, *tensors)
-    assert reference.item() != 0
-    assert loss.item() == pytest.approx(reference.item(), rel=1e-5, abs=0)
-    for gradient, truth in zip(gradients, expected, strict=True):
-        assert truth.norm() > 0
-        assert (gradient.double() - truth).norm() <= tolerance * truth.norm()
-    return reference
-
-
 VARIANTS = {
     "plain": {},
     "identity_positive_mask": {"positive_mask": torch.eye(64)},
@@ -64,7 +52,6 @@ VARIANTS = {
     "symmetric_positive_mask": {"symmetric": True, "positive_mask": torch.eye(64)},
     "distinct_ids": {"positive_ids": torch.arange(64)},
 }
-over_variants = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 
 
 def cosine_odds(a, p, temperature, symmetric=False):
@@ -110,16 +97,16 @@ EASY = {  # the loss, and its closed form
 @pytest.mark.parametrize(("cosine", "temperature"), [(0.3, 0.05), (0.7, 0.02)])
 def test_an_easy_row_keeps_its_digits(dtype, name, cosine, temperature):
     both = [lambda a, p, f=f: f(a, p, temperature) for f in EASY[name]]
-    reference = compare(both[0], pairs(cosine, dtype), both[1], CLOSE[dtype])
+    digits = {"of_value": 1e-5, "of_gradients": CLOSE[dtype], "exact": both[1]}
+    reference = assert_keeps_digits(both[0], *pairs(cosine, dtype), **digits)
     if name in VARIANTS and cosine == 0.7:
         assert reference < 1e-9  # far below what `softmax - onehot` can hold
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
-@over_variants
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 def test_a_hard_row_at_a_low_temperature_keeps_its_loss_and_gradient(dtype, options):
     a, p = pairs(0.9, dtype)
-    p = p.roll(1, 0)  # the hardest negative leads by 90 temperatures
 
     def closed_form(a, p):
         scores = unit(a) @ unit(p).T / 0.01
@@ -127,10 +114,10 @@ def test_a_hard_row_at_a_low_temperature_keeps_its_loss_and_gradient(dtype, opti
         cross_entropy = torch.nn.functional.cross_entropy
         return sum(cross_entropy(side, torch.arange(64)) for side in sides) / len(sides)
 
-    def loss(a, p):
-        return F.info_nce_loss(a, p, temperature=0.01, **options)
-
-    assert 80 < compare(loss, (a, p), closed_form, 5e-3).item() < 100
+    loss = partial(F.info_nce_loss, temperature=0.01, **options)
+    digits = {"of_value": 1e-5, "of_gradients": 5e-3, "exact": closed_form}
+    # The hardest negative leads by 90 temperatures.
+    assert 80 < assert_keeps_digits(loss, a, p.roll(1, 0), **digits) < 100
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
@@ -143,12 +130,8 @@ def test_large_scores_that_differ_little_keep_their_digits(size, spread, positiv
     mask = torch.eye(8, 16, dtype=torch.bool)
     for shift in range(1, positives):
         mask |= mask.roll(3 * shift, 1)
-    (value, gradient), (expected, wanted) = (
-        f(lambda scores: F.info_nce_from_scores(scores, mask, decoupled=decoupled), scores)
-        for f in (value_and_gradients, in_double)
-    )
-    assert value.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
-    assert (gradient.double() - wanted).norm() <= 1e-6 * wanted.norm()
+    call = partial(F.info_nce_from_scores, positive_mask=mask, decoupled=decoupled)
+    assert_keeps_digits(call, scores, of_value=1e-6, of_gradients=1e-6, absolute=1e-6)
 
 
 @pytest.mark.parametrize("impl", ["definition", "direct", "blocks", "nonzeros"])
@@ -181,14 +164,9 @@ def test_extreme_temperatures_stay_finite_and_close(dtype, temperature, case):
         values = dict(zip(leaves, values, strict=True))
         return case.function()(**tensors | values, temperature=temperature)
 
-    (loss, *gradients), (exact, *expected) = (
-        value_and_gradients(call, *leaves.values()),
-        in_double(call, *leaves.values()),
-    )
-    assert loss.item() == pytest.approx(exact.item(), rel=1e-3, abs=1e-3)
-    for gradient, truth in zip(gradients, expected, strict=True):
-        # 1e-4 turns a rounding of 1e-7 in a cosine into 1e-3 of a logit
-        assert (gradient.double() - truth).norm() <= 2e-2 * truth.norm() + 1e-6
+    # 1e-4 turns a rounding of 1e-7 in a cosine into 1e-3 of a logit
+    digits = {"of_value": 1e-3, "of_gradients": 2e-2, "absolute": 1e-6}
+    assert_keeps_digits(call, *leaves.values(), **digits)
 
 
 LARGE = [stem for stem, case in FIRST.items() if case.loss.those("csr")]
@@ -273,10 +251,8 @@ def test_rows_of_any_magnitude_in_fp32_are_as_in_fp64(name, seed, data):
         options = dict(zip(names, some, strict=True)) | ({"impl": impl[0]} if impl else {})
         return case.function()(**tensors | options)
 
-    (value, *gradients), (expected, *wanted) = (
-        value_and_gradients(call, *some),
-        in_double(call, *some),
-    )
+    value, *gradients = value_and_gradients(call, *some)
+    expected, *wanted = in_double(call, *some)
     torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)
     for each, gradient, truth in zip(names, gradients, wanted, strict=True):
         size = truth.abs().amax(-1, keepdim=True)  # what a row's sums are made of
