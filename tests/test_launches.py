@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import sparse_losses as sl
 from benchmarks.losses import (
@@ -188,46 +189,28 @@ def test_objective_launches_at_most_1_4_times_its_plain_formulas(preset, plain):
     assert 0 < training_launches(total, *inputs).count <= max(bound, 18)
 
 
-class Step:
-    """A training step with every term, NWS with a queue, and diagnostics."""
-
-    def __init__(self) -> None:
-        every = dict.fromkeys(making.CALLS, 1.0)
-        self.objective = making.objective(every, stopword_ids=[2]).to("meta")
-        filtered = sl.InfoNCELoss(false_negative_margin=0.1, false_negative_ratio=0.9)
-        self.filtered = making.objective({"info_nce": 1.0}, {"info_nce": filtered})
-        self.diagnostics = sl.Diagnostics(V, stopword_ids=[2])
-        self.nws = sl.NWSLoss(torch.eye(5)).to("meta")
-        self.queue = sl.LabelQueue(8, V, 5).to("meta")
-
-    def __call__(self, hidden, weight, prototype):
-        query, document = (
-            sl.Texts(sl.splade_head(x, weight, None, mask), ids, mask)
-            for x in hidden
-            for ids, mask in [text(len(x))]
-        )
-        negative = sl.Texts(document.activations[B:].unflatten(0, (B, 1)), *text(B, 1))
-        positive = sl.Texts(*(None if x is None else x[:B] for x in document))
-        batch = sl.SpladeBatch(
-            query,
-            positive,
-            negative,
-            teacher_scores=meta(B, 2).detach(),
-            teacher_anchor_scores=meta(B, B).detach(),
-            teacher_candidates="own",
-        )
-        labels = torch.ones(B, 5, device="meta")
-        queued = {"queue": self.queue.features.clone(), "queue_labels": self.queue.labels.clone()}
-        nws = self.nws(query.activations, labels, prototype, queue_mask=self.queue.mask, **queued)
-        self.queue.enqueue(query.activations, labels)
-        self.diagnostics.update(positive, other_side=query, training=True)
-        return self.objective(batch).total + self.filtered(batch).total + nws
-
-
 def test_training_step_reads_no_value():
-    hidden = [meta(rows, S, H) for rows in (B, 2 * B)]
-    counted = training_launches(Step(), hidden, meta(V, H), meta(5, V))
-    assert counted.count > 200
+    """With every term, NWS with a queue, and diagnostics."""
+    every = making.objective(dict.fromkeys(making.CALLS, 1.0), stopword_ids=[2]).to("meta")
+    filtered = sl.InfoNCELoss(false_negative_margin=0.1, false_negative_ratio=0.9)
+    filtered = making.objective({"info_nce": 1.0}, {"info_nce": filtered})
+    diagnostics = sl.Diagnostics(V, stopword_ids=[2])
+    nws, queue = sl.NWSLoss(torch.eye(5)).to("meta"), sl.LabelQueue(8, V, 5).to("meta")
+    batch = tree_map_only(
+        torch.Tensor,
+        lambda x: x.detach().to("meta").requires_grad_(x.requires_grad),
+        making.batch("one", grad=True),
+    )
+    query, labels = batch.anchor.activations, torch.ones(making.B, 5, device="meta")
+
+    def step(prototype):
+        queued = {"queue": queue.features.clone(), "queue_labels": queue.labels.clone()}
+        total = nws(query, labels, prototype, queue_mask=queue.mask, **queued)
+        queue.enqueue(query, labels)
+        diagnostics.update(batch.positive, other_side=batch.anchor, training=True)
+        return total + every(batch).total + filtered(batch).total
+
+    assert training_launches(step, meta(5, V)).count > 200
 
 
 def test_bm25_scores_read_no_value():

@@ -54,7 +54,7 @@ VARIANTS = {
 }
 
 
-def cosine_odds(a, p, temperature, symmetric=False):
+def cosine_odds(a, p, temperature, symmetric=False, **_):
     scores = unit(a) @ unit(p).T
     rows = odds(scores, temperature)
     return (rows.mean() + odds(scores.T, temperature).mean()) / 2 if symmetric else rows.mean()
@@ -66,29 +66,22 @@ def _decoupled_odds(a, p, temperature):
     return -(scores.diagonal() - others.sum(1).log()).mean()
 
 
-def _nws(a, p, t, eps):
+def _nws(a, p, temperature, eps=0.0):
     labels = torch.eye(64, dtype=torch.long)
-    return F.nws_loss(a, labels, p, None, temperature=t, decoupled=False, eps=eps)
+    return F.nws_loss(a, labels, p, None, temperature=temperature, decoupled=False, eps=eps)
 
 
 EASY = {  # the loss, and its closed form
-    **{
-        name: (
-            lambda a, p, t, o=options: F.info_nce_loss(a, p, temperature=t, **o),
-            lambda a, p, t, o=options: cosine_odds(a, p, t, o.get("symmetric")),
-        )
-        for name, options in VARIANTS.items()
-    },
-    "decoupled": (
-        lambda a, p, t: F.info_nce_loss(a, p, temperature=t, decoupled=True),
-        _decoupled_odds,
-    ),
+    name: (partial(F.info_nce_loss, **options), partial(cosine_odds, **options))
+    for name, options in VARIANTS.items()
+} | {
+    "decoupled": (partial(F.info_nce_loss, decoupled=True), _decoupled_odds),
     "n_pair": (
-        lambda a, p, t: F.n_pair_loss(4 * a, 8 * p),
-        lambda a, p, t: odds(32 * a @ p.T, 1.0).mean(),
+        lambda a, p, temperature: F.n_pair_loss(4 * a, 8 * p),
+        lambda a, p, temperature: odds(32 * a @ p.T, 1.0).mean(),
     ),
-    "nws": (lambda a, p, t: _nws(a, p, t, 0.0), cosine_odds),
-    "nws_eps": (lambda a, p, t: _nws(a, p, t, 1e-30), cosine_odds),
+    "nws": (_nws, cosine_odds),
+    "nws_eps": (partial(_nws, eps=1e-30), cosine_odds),
 }
 
 
@@ -96,9 +89,9 @@ EASY = {  # the loss, and its closed form
 @pytest.mark.parametrize("name", EASY)
 @pytest.mark.parametrize(("cosine", "temperature"), [(0.3, 0.05), (0.7, 0.02)])
 def test_an_easy_row_keeps_its_digits(dtype, name, cosine, temperature):
-    both = [lambda a, p, f=f: f(a, p, temperature) for f in EASY[name]]
-    digits = {"of_value": 1e-5, "of_gradients": CLOSE[dtype], "exact": both[1]}
-    reference = assert_keeps_digits(both[0], *pairs(cosine, dtype), **digits)
+    loss, exact = (partial(f, temperature=temperature) for f in EASY[name])
+    digits = {"of_value": 1e-5, "of_gradients": CLOSE[dtype], "exact": exact}
+    reference = assert_keeps_digits(loss, *pairs(cosine, dtype), **digits)
     if name in VARIANTS and cosine == 0.7:
         assert reference < 1e-9  # far below what `softmax - onehot` can hold
 
