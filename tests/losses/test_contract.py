@@ -64,11 +64,16 @@ def over_reductions(cases):
 over_losses = pytest.mark.parametrize("loss", LOSSES.values(), ids=lambda loss: loss.stem)
 
 
-def watch(case: Case, tensors: dict) -> dict:
-    """Turn the differentiable tensors into leaves; return them."""
-    for name in case.differentiable:
+def watch(case: Case, tensors: dict, *, learned: bool = False) -> dict:
+    """Turn the differentiable tensors, and the temperature, into leaves; return them."""
+    names = list(case.differentiable)
+    if learned and "temperature" in case.loss.hyperparameters:
+        number = {**case.loss.hyperparameters, **case.kwargs}["temperature"]
+        tensors["temperature"] = torch.tensor(number, dtype=torch.float64)
+        names.append("temperature")
+    for name in names:
         tensors[name] = tensors[name].detach().clone().requires_grad_()
-    return {name: tensors[name] for name in case.differentiable}
+    return {name: tensors[name] for name in names}
 
 
 def alive(value: torch.Tensor) -> torch.Tensor:
@@ -237,14 +242,15 @@ def _void(case: Case, tensors: dict, rows) -> None:
 
 
 @over(VOIDABLE)
-def test_a_row_that_is_not_valid_is_zero_without_gradient_and_hides_its_nan(case):
+@pytest.mark.parametrize("learned", [False, True], ids=["", "learned temperature"])
+def test_a_row_that_is_not_valid_is_zero_without_gradient_and_hides_its_nan(case, learned):
     tensors = case.tensors()
     _void(case, tensors, [2])
     expected = case.expected(to_arrays(tensors))
     for name in case.private:
         tensors[name] = tensors[name].clone()
         tensors[name][2] = torch.nan
-    leaves = watch(case, tensors)
+    leaves = watch(case, tensors, learned=learned)
     with torch.autograd.set_detect_anomaly(True):  # an error for a NaN that is hidden later, too
         value = case.function()(**tensors, **none(case))
         grads = gradients(weigh(value), leaves)
@@ -747,7 +753,8 @@ ABSENT = [c for c in CASES if c.name == "infinite" or "candidate_mask" in c.dims
 # InfoNCE's columns are its positives and negatives: tests/losses/test_info_nce.py.
 @over([case for case in ABSENT if case.stem != "info_nce"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_no_candidate_hides_its_nan_and_has_no_gradient(case, bad):
+@pytest.mark.parametrize("learned", [False, True], ids=["", "learned temperature"])
+def test_what_is_no_candidate_hides_its_nan_and_has_no_gradient(case, bad, learned):
     tensors = case.tensors()
     plain = alive(case.function()(**tensors))
     absent = _absent(case, tensors)
@@ -756,7 +763,7 @@ def test_what_is_no_candidate_hides_its_nan_and_has_no_gradient(case, bad):
         absent[name] = where.expand_as(tensors[name])
         tensors[name] = tensors[name].masked_fill(where, bad)
     assert any(where.any() for where in absent.values())
-    leaves = watch(case, tensors)
+    leaves = watch(case, tensors, learned=learned)
     value = case.function()(**tensors)
     torch.testing.assert_close(value, plain)
     for name, gradient in gradients(value, leaves).items():
@@ -770,10 +777,7 @@ def test_what_is_no_candidate_hides_its_nan_and_has_no_gradient(case, bad):
 
 def _as_function(case: Case, tensors: dict, **options) -> tuple:
     """The call as a function of what has a gradient, a temperature included; and that."""
-    leaves = watch(case, tensors)
-    if "temperature" in case.loss.hyperparameters:
-        number = case.kwargs.get("temperature", 3.0)
-        leaves["temperature"] = torch.tensor(number, dtype=torch.float64, requires_grad=True)
+    leaves = watch(case, tensors, learned=True)
 
     def function(*values):
         return case.function()(**{**tensors, **dict(zip(leaves, values, strict=True))}, **options)
