@@ -775,9 +775,9 @@ def test_what_is_no_candidate_hides_its_nan_and_has_no_gradient(case, bad, learn
 # Derivatives --------------------------------------------------------------------------------------
 
 
-def _as_function(case: Case, tensors: dict, **options) -> tuple:
-    """The call as a function of what has a gradient, a temperature included; and that."""
-    leaves = watch(case, tensors, learned=True)
+def _as_function(case: Case, tensors: dict, *, learned: bool = True, **options) -> tuple:
+    """The call as a function of what has a gradient, and that."""
+    leaves = watch(case, tensors, learned=learned)
 
     def function(*values):
         return case.function()(**{**tensors, **dict(zip(leaves, values, strict=True))}, **options)
@@ -788,8 +788,10 @@ def _as_function(case: Case, tensors: dict, **options) -> tuple:
 @over(CASES)
 def test_gradcheck(case):
     # `auto` is slow for rows; test_every_implementation compares it entry by entry.
-    for options in ({}, none(case)) if case.impl == "auto" else (none(case),):
-        function, leaves = _as_function(case, case.tensors(), **options)
+    reductions = ({}, none(case)) if case.impl == "auto" else (none(case),)
+    of_temperature = {False, "temperature" in case.loss.hyperparameters}
+    for options, learned in itertools.product(reductions, of_temperature):
+        function, leaves = _as_function(case, case.tensors(), learned=learned, **options)
         assert torch.autograd.gradcheck(function, leaves, fast_mode=case.impl == "auto")
         value = weigh(function(*leaves))
         assert value.dtype == torch.float64
