@@ -13,7 +13,7 @@ from sparse_losses import distributed as d
 from sparse_losses.functional import info_nce_loss
 from sparse_losses.objective import terms
 from tests.cases import CASES, FIRST, to_tensors
-from tests.distributed.test_gather import PLAINEST, check, evaluate, part, whole
+from tests.distributed.test_gather import PLAINEST, check, evaluate, whole
 from tests.distributed.threads import run_threads
 
 
@@ -62,24 +62,13 @@ def test_sparse_rows_of_all_ranks_are_those_of_one_process(case):
         x = arrays[name]
         arrays[name] = np.abs(x) if case.stem == "min_activation" else x
         arrays[name] = np.where(np.abs(x) < 0.4, 0.0, arrays[name])
-    expected, wanted = evaluate_sparse(case, arrays)
-    for own, (value, found) in enumerate(
-        run_threads(2, lambda own: evaluate_sparse(case, part(case, arrays, own, 2), gather=True))
-    ):
-        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
-        for name, gradient in found.items():
-            rows = wanted[name].chunk(2)[own]
-            torch.testing.assert_close(gradient / 2, rows, rtol=1e-9, atol=1e-9)
 
+    def call(**tensors):
+        sparse = {name: tensors[name].to_sparse_csr() for name in case.those("csr")}
+        return case.function()(**tensors | sparse)
 
-def evaluate_sparse(case, arrays, **options):
-    """Value and gradients of CSR tensors of a call, these as dense ones."""
-    tensors = to_tensors(arrays)
-    leaves = {n: tensors[n].to_sparse_csr().requires_grad_() for n in case.those("csr")}
-    tensors |= leaves
-    value = case.function()(**tensors, **options)
-    value.backward()
-    return value.detach(), {name: leaf.grad.to_dense() for name, leaf in leaves.items()}
+    for reduction in ("mean", "sum") if case.loss.reduces else (None,):
+        run_threads(2, lambda own, r=reduction: check(case, own, 2, r, arrays, call))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

@@ -136,12 +136,13 @@ def test_the_module_takes_the_same_hyperparameters_and_tensors(loss):
 
 
 @over([case for case in BASE_CASES if case.loss.module])
-def test_the_module_equals_the_function(case):
+def test_the_module_and_its_copies_equal_the_function(case):
     tensors = case.tensors()
     for options in ({}, none(case)):
         module, rest = case.module(tensors, **options)
-        for _ in ("first", "as the first left it"):
-            assert torch.equal(module(**rest), alive(case.function()(**tensors, **options)))
+        copies = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+        for each in (module, module, *copies):  # the second time as the first left it
+            assert torch.equal(each(**rest), alive(case.function()(**tensors, **options)))
 
 
 @over_losses
@@ -191,6 +192,9 @@ def test_constructor_tensors_are_buffers_that_follow_the_module(case):
         module, rest = case.module({**tensors, name: tensors[name].clone()})
     assert torch.equal(module.state_dict()[name], tensors[name])
     assert torch.equal(module(**rest), expected)
+    other, _ = case.module({**tensors, name: torch.zeros_like(tensors[name])})
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other(**rest), expected)
     torch.testing.assert_close(gradients(module(**rest), leaves), gradients(expected, leaves))
     module, _ = case.module({**tensors, name: tensors[name].clone().requires_grad_()})
     assert not [*module.parameters()]
@@ -210,18 +214,6 @@ def test_hyperparameters_are_plain_attributes_that_schedules_assign_and_repr_sho
         assert f"{name}=" in repr(base)
     assert repr(base).startswith(case.loss.module)
     assert base(**rest).item() == pytest.approx(case.expected(case.arrays()), rel=1e-9, abs=1e-12)
-
-
-@over([case for case in BASE_CASES if case in FIRST.values() or case in WITH_CONSTANTS])
-def test_a_module_survives_copying_pickling_and_its_state_dict(case):
-    tensors = case.tensors()
-    module, rest = case.module(tensors)
-    expected = alive(module(**rest))
-    present = [name for name in case.loss.constructor if tensors.get(name) is not None]
-    fresh, _ = case.module(tensors | {name: torch.zeros_like(tensors[name]) for name in present})
-    fresh.load_state_dict(module.state_dict())
-    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), fresh):
-        assert torch.equal(copied(**rest), expected)
 
 
 # Values, reductions, and rows that are not valid --------------------------------------------------
