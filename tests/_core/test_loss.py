@@ -118,14 +118,3 @@ def test_a_nested_tensor_is_refused_with_what_to_do(layout):
     nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
     with pytest.raises(TypeError, match=r"`activations` to be dense, got .*nested.*pad it"):
         F.flops_loss(nested)
-
-
-class DTensor(torch.Tensor):
-    """What counts as one."""
-
-
-def test_a_dtensor_is_refused_with_what_to_do():
-    sharded = torch.ones(2, 3).as_subclass(DTensor)
-    message = r"`x` to be a plain tensor, got a DTensor: hand over `full_tensor\(\)`, or call the"
-    with pytest.raises(TypeError, match=message):
-        example_loss(sharded)

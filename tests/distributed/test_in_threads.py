@@ -85,32 +85,25 @@ def test_without_gather_the_other_ranks_change_nothing(case):
 def _collectives(own):
     assert (d.rank(), d.num_ranks()) == (own, 2)
     x = torch.tensor([[1.0, 10.0]]) * (own + 1)
-    results = []
-    for function in (d.gather_rows, d.sum_over_ranks, d.average_grad_over_ranks, d.scatter_sum):
+    signed = x * torch.tensor([1.0, -1.0])
+    found = [d.maximum_over_ranks(signed), d.gather_rows(torch.tensor([own == 1]))]
+    for function in (d.gather_rows, d.scatter_sum, d.sum_over_ranks, d.average_grad_over_ranks):
         leaf = x.expand(2, 2).T.clone().T.requires_grad_()  # not contiguous
-        value, before = function(leaf), leaf.detach().clone()
+        value = function(leaf)
         weight = torch.arange(1.0, 1 + value.numel()).view_as(value) * (own + 1)
-        (gradient,) = torch.autograd.grad(value, leaf, weight.T.clone().T)
-        results += [value.tolist(), gradient.tolist()]
-        assert torch.equal(leaf, before)
-    results.append(d.maximum_over_ranks(x * torch.tensor([1.0, -1.0])).tolist())
-    flags = d.gather_rows(torch.tensor([own == 1]))
-    assert flags.dtype == torch.bool
-    results.append(flags.tolist())
-    return results
+        found += [value, *torch.autograd.grad(value, leaf, weight.T.clone().T)]
+    return [each.tolist() for each in found]
 
 
 def test_every_collective_and_its_gradient():
     first, second = run_threads(2, _collectives)
+    assert first[:2] == second[:2] == [[[2, -10]], [False, True]]
     rows = [[1, 10], [1, 10], [2, 20], [2, 20]]
-    assert (first[0], first[1]) == (rows, [[3, 6], [9, 12]])
-    assert (second[0], second[1]) == (rows, [[15, 18], [21, 24]])
-    assert first[2:4] == second[2:4] == [[[3, 30]] * 2, [[3, 6], [9, 12]]]
-    assert first[4:6] == [[[1, 10]] * 2, [[1.5, 3], [4.5, 6]]]
-    assert second[4:6] == [[[2, 20]] * 2, [[1.5, 3], [4.5, 6]]]
-    assert first[6] == second[6] == [[3, 30]]
-    assert first[7] == second[7] == [[1, 2], [2, 4]]
-    assert first[8:] == second[8:] == [[[2, -10]], [False, True]]
+    assert (first[2:4], second[2:4]) == ([rows, [[3, 6], [9, 12]]], [rows, [[15, 18], [21, 24]]])
+    assert first[4:6] == second[4:6] == [[[3, 30]], [[1, 2], [2, 4]]]
+    assert first[6:8] == second[6:8] == [[[3, 30]] * 2, [[3, 6], [9, 12]]]
+    mean = [[1.5, 3], [4.5, 6]]
+    assert (first[8:], second[8:]) == ([[[1, 10]] * 2, mean], [[[2, 20]] * 2, mean])
     assert (d.rank(), d.num_ranks()) == (0, 1)
 
 
