@@ -24,6 +24,11 @@ def reduce_rows(values: Values, reduction: str) -> np.ndarray | float:
     return math.fsum(kept) if reduction == "sum" else math.fsum(kept) / max(count, 1)
 
 
+def mean(values: list[float], of_nothing: float | None = None) -> float | None:
+    """Return the mean; of an empty list ``None``, or another number."""
+    return math.fsum(values) / len(values) if values else of_nothing
+
+
 def softplus(x: float) -> float:
     """Return ``log(1 + exp(x))``."""
     return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
@@ -131,7 +136,7 @@ def info_nce(
         candidates = [s / t for s in (negatives if decoupled else own_scores + negatives)]
         if not decoupled and len(candidates) == 1:
             return 0.0
-        return math.fsum(log_sum_exp(candidates) - s / t for s in own_scores) / len(own)
+        return mean([log_sum_exp(candidates) - s / t for s in own_scores])
 
     forward = [row(i, anchor, positive, lambda i, j: (i, j)) for i in range(batch)]
     if not symmetric:
@@ -155,8 +160,7 @@ def info_nce_from_scores(
             yield None
             continue
         total = log_sum_exp(negatives if decoupled else positives + negatives)
-        terms = [total - score for score in positives]
-        yield math.fsum(terms) / len(terms)
+        yield mean([total - score for score in positives])
 
 
 def n_pair(anchor, positive, negative=None) -> Values:
@@ -187,8 +191,7 @@ def triplet_margin(
         others = negative[i : i + 1] if np.ndim(negative) == 2 else negative[i]
         if candidate_mask is not None:
             others = [n for n, is_there in zip(others, candidate_mask[i], strict=True) if is_there]
-        hinges = [max(0.0, margin - own + sim(anchor[i], n, similarity)) for n in others]
-        yield math.fsum(hinges) / len(hinges) if hinges else None
+        yield mean([max(0.0, margin - own + sim(anchor[i], n, similarity)) for n in others])
 
 
 def nws(
@@ -282,44 +285,35 @@ def nws(
 # What the vector looks like -----------------------------------------------------------------------
 
 
-def _squared_means(activations, estimator) -> list[float]:
-    batch, vocab = np.shape(activations)
-    squares = []
-    for j in range(vocab):
-        column = [float(activations[i][j]) for i in range(batch)]
-        if estimator == "biased":
-            squares.append((math.fsum(column) / batch) ** 2 if batch else 0.0)
-        else:
-            pairs = [column[i] * column[k] for i in range(batch) for k in range(batch) if i != k]
-            squares.append(math.fsum(pairs) / (batch * (batch - 1)))
-    return squares
-
-
-def _dense_rows(activations, threshold) -> np.ndarray:
-    """Rows with more active entries than the threshold; the others as zeros."""
-    rows = np.array(activations, np.float64)
-    for i, row in enumerate(rows):
+def _columns(activations, threshold) -> list[list[float]]:
+    """The columns, in which rows with at most so many active entries are zeros."""
+    rows = [[float(v) for v in row] for row in activations]
+    for row in rows:
         if threshold is not None and sum(1 for v in row if v != 0) <= threshold:
-            rows[i] = 0.0
-    return rows
+            row[:] = [0.0] * len(row)
+    return [[row[j] for row in rows] for j in range(np.shape(activations)[1])]
+
+
+def _squared_mean(column, estimator) -> float:
+    if estimator == "biased":
+        return mean(column, of_nothing=0.0) ** 2
+    places = range(len(column))
+    return mean([column[i] * column[k] for i in places for k in places if i != k])
 
 
 def flops(activations, token_weight=None, *, estimator="biased", threshold=None) -> float:
     """Weighted squared column means; unbiased: the mean product of distinct pairs of rows."""
-    squares = _squared_means(_dense_rows(activations, threshold), estimator)
+    squares = [_squared_mean(column, estimator) for column in _columns(activations, threshold)]
     weights = np.ones(len(squares)) if token_weight is None else token_weight
     return math.fsum(float(w) * s for w, s in zip(weights, squares, strict=True))
 
 
 def idf_flops(activations, token_penalty, *, beta=0.3, estimator="biased", threshold=None) -> float:
     """Weighted absolute means plus beta times weighted squared means."""
-    activations = _dense_rows(activations, threshold)
-    batch, vocab = np.shape(activations)
-    squares = _squared_means(activations, estimator)
     total = []
-    for j in range(vocab):
-        mean = math.fsum(float(activations[i][j]) for i in range(batch)) / batch if batch else 0.0
-        total.append(token_penalty[j] * abs(mean) + beta * token_penalty[j] * squares[j])
+    for w, column in zip(token_penalty, _columns(activations, threshold), strict=True):
+        total.append(w * abs(mean(column, of_nothing=0.0)))
+        total.append(beta * w * _squared_mean(column, estimator))
     return math.fsum(total)
 
 
@@ -363,11 +357,9 @@ def self_reconstruction(
             term = target * softplus(-float(x)) + (1.0 - target) * softplus(float(x))
             (inside if target else outside).append(term)
         if balanced:
-            one = math.fsum(inside) / len(inside) if inside else 0.0
-            two = math.fsum(outside) / len(outside) if outside else 0.0
-            yield one / 2 + two / 2
+            yield mean(inside, of_nothing=0.0) / 2 + mean(outside, of_nothing=0.0) / 2
         else:
-            yield math.fsum(inside + outside) / (len(inside) + len(outside))
+            yield mean(inside + outside)
 
 
 def positive_activation(
@@ -407,9 +399,9 @@ def _standardised(scores: list[float]) -> list[float]:
     """z-scores with the unbiased deviation; constant scores give 0."""
     if len(scores) < 2 or max(scores) == min(scores):
         return [0.0] * len(scores)
-    mean = math.fsum(scores) / len(scores)
-    std = math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / (len(scores) - 1))
-    return [(s - mean) / (std + 1e-8) for s in scores]
+    centred = [s - mean(scores) for s in scores]
+    std = math.sqrt(math.fsum(x**2 for x in centred) / (len(scores) - 1))
+    return [x / (std + 1e-8) for x in centred]
 
 
 def distillation(
@@ -435,7 +427,7 @@ def distillation(
         log_q, log_p = ([v - log_sum_exp(x) for v in x] for x in (s, t))
         terms = (math.exp(p) * (p - q) for p, q in zip(log_p, log_q, strict=True))
         divergences.append(math.fsum(terms))
-    kl = math.fsum(divergences) / len(divergences) if divergences else 0.0
+    kl = mean(divergences, of_nothing=0.0)
 
     if standardize == "batch":
         groups = [[place for group in groups for place in group]]
@@ -444,8 +436,7 @@ def distillation(
         z = [_standardised(scores) for scores in both(group)]
         too_few = standardize == "row" and len(group) < 3
         squared += [0.0 if too_few else (a - b) ** 2 for a, b in zip(*z, strict=True)]
-    mse = math.fsum(squared) / len(squared) if squared else 0.0
-    return alpha_kl * temperature**2 * kl + alpha_mse * mse
+    return alpha_kl * temperature**2 * kl + alpha_mse * mean(squared, of_nothing=0.0)
 
 
 def margin_mse(
@@ -459,7 +450,7 @@ def margin_mse(
             is_there = candidate_mask is None or np.atleast_1d(candidate_mask[i])[n]
             if is_there and tp != -np.inf and tn != -np.inf:
                 squares.append(float(((sp - sn) - (tp - tn)) ** 2))
-        yield math.fsum(squares) / len(squares) if squares else None
+        yield mean(squares)
 
 
 def masked_logit_mse(student_logits, teacher_logits, *, threshold=0.0) -> Values:
@@ -467,15 +458,15 @@ def masked_logit_mse(student_logits, teacher_logits, *, threshold=0.0) -> Values
     for student, teacher in zip(student_logits, teacher_logits, strict=True):
         pairs = zip(student, teacher, strict=True)
         squares = [float((z - t) ** 2) for z, t in pairs if z > threshold or t > threshold]
-        yield math.fsum(squares) / len(squares) if squares else None
+        yield mean(squares)
 
 
 def ranknet(student_scores, teacher_scores, *, candidate_mask=None, temperature=1.0) -> Values:
     """The mean over ordered pairs of ``log(1 + exp(-(s_a - s_b) / T))``."""
     kept_of_rows = _candidates(teacher_scores, candidate_mask)
     for s, t, kept in zip(student_scores, teacher_scores, kept_of_rows, strict=True):
-        costs = [softplus(-(s[a] - s[b]) / temperature) for a in kept for b in kept if t[a] > t[b]]
-        yield math.fsum(costs) / len(costs) if costs else None
+        pairs = [(a, b) for a in kept for b in kept if t[a] > t[b]]
+        yield mean([softplus(-(s[a] - s[b]) / temperature) for a, b in pairs])
 
 
 # From logits to sparse vectors --------------------------------------------------------------------
