@@ -536,11 +536,8 @@ def _pairs(rng: Rng, batch: int, negative=None, ids=False, mask=False, candidate
 
 
 def _same(rng: Rng, batch: int) -> Arrays:
-    return {
-        "x1": rng.normal(size=(batch, D)),
-        "x2": rng.normal(size=(batch, D)),
-        "same": np.arange(batch) % 2 == 0,
-    }
+    pairs = {name: rng.normal(size=(batch, D)) for name in ("x1", "x2")}
+    return {**pairs, "same": np.arange(batch) % 2 == 0}
 
 
 def _labels(rng: Rng, rows: int) -> np.ndarray:
@@ -616,10 +613,8 @@ def _tokens(rng: Rng, batch: int, prefix="", weight=False) -> Arrays:
 
 @_factory
 def _scores(rng: Rng, batch: int, mask=False, infinite=False) -> Arrays:
-    arrays = {
-        "student_scores": rng.normal(size=(batch, C)) * 3,
-        "teacher_scores": rng.normal(size=(batch, C)) * 3,
-    }
+    names = ("student_scores", "teacher_scores")
+    arrays = {name: rng.normal(size=(batch, C)) * 3 for name in names}
     if mask:
         arrays["candidate_mask"] = np.ones((batch, C), dtype=bool)
         arrays["candidate_mask"][1:2, 2] = False

@@ -216,7 +216,7 @@ def nws(
     num_labels = len(prototype)
     labelled = []  # keys and queue rows: (vector, labels)
     if key is not None:
-        labelled += [(v, y) for v, y in zip(key, key_labels, strict=True)]
+        labelled += zip(key, key_labels, strict=True)
     if queue is not None:
         if queue_mask is None:  # a slot of zeros alone was never filled
             queue_mask = np.any(queue, axis=1) | np.any(queue_labels, axis=1)
@@ -248,12 +248,10 @@ def nws(
             weight = math.fsum(contribution(labels, c) / (normaliser[c] + eps) for c in shared)
             if not theirs:
                 agreement = 0.0
-            elif aggregation == "max":
-                agreement = max(label_similarity[c][d] for c in own for d in theirs)
             else:
-                agreement = math.fsum(label_similarity[c][d] for c in own for d in theirs) / (
-                    len(own) * len(theirs) + eps
-                )
+                similar = [label_similarity[c][d] for c in own for d in theirs]
+                average = math.fsum(similar) / (len(similar) + eps)
+                agreement = max(similar) if aggregation == "max" else average
             unlike = min(max(1.0 - agreement, 0.0), 1.0)
             references.append((score, bool(shared), weight, beta * unlike))
         for c in range(num_labels):
@@ -274,11 +272,8 @@ def nws(
             yield None
             continue
         log_denominator = log_sum_exp(denominator)
-        total = math.fsum(
-            -weight * (score - log_denominator)
-            for score, is_positive, weight, _ in references
-            if is_positive
-        )
+        positives = [(score, weight) for score, is_positive, weight, _ in references if is_positive]
+        total = math.fsum(-weight * (score - log_denominator) for score, weight in positives)
         yield total / (len(own) + eps)
 
 

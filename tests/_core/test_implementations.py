@@ -110,7 +110,7 @@ def test_explain_names_the_implementation_and_what_speaks_against_those_before_i
     assert lines[2].startswith('  not "blocks": it is for more scores than')
     lines = explain(F.info_nce_loss, dense, dense, reduction="none").splitlines()
     assert lines[0] == 'info_nce_loss takes "definition"'
-    assert lines[3] == '  not "direct": it takes reduction="mean" or "sum"'
+    assert lines[3].startswith('  not "direct": it takes reduction=')
     assert explain(F.flops_loss, dense) == 'flops_loss takes "definition", which it has alone'
     with pytest.raises(ValueError, match='expected reduction="mean" or "sum" with impl="direct"'):
         explain(F.info_nce_loss, dense, dense, reduction="none", impl="direct")
