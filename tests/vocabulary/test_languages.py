@@ -96,7 +96,7 @@ KEPT = {  # the scripts, a vocabulary, and what is kept of it, also where Common
     "a mark alone is whitespace: ##": ("Latin", ["##", "##a", "", "c"], [0, 1, 2, 3], [1, 3]),
     "a mark alone is whitespace: Ġ": ("Latin", ["Ġ", "Ġa", "", "c"], [0, 1, 2, 3], [1, 3]),
     "Maltese writes Ġ": ("Latin", ["▁Ġenn", "▁a", "Ġ"], [0, 1, 2], [0, 1, 2]),
-    "a hash where nothing is marked with two": ("Latin", ["▁a", "##x"], [0, 1], [0]),
+    "a hash where few are marked with two": ("Latin", ["▁a", "▁b", "##x"], [0, 1, 2], [0, 1]),
     "private and unassigned": ("Latin", ["a\ue000", "\U0010ffff", "\u0378", "a"], [3], [3]),
     "a surrogate": ("Latin", ["\ud800", "a"], [1], [1]),
     "fallback bytes": ("Latin", ["▁a", "<0x61>", "<0x37>", "<0xEC>"], [0, 1, 2, 3], [0, 1]),
