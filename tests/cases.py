@@ -17,7 +17,6 @@ add a loss:
 
 import inspect
 import itertools
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -43,14 +42,14 @@ class Loss:
         *,
         implementations: tuple[str, ...] = (),  # beside the definition
         bad: Any = (),  # a dict of values of hyperparameters that must be refused
-        function: str = "",  # where it is not `<stem>_loss`
+        function: str = "",  # where it is neither `<stem>_loss` nor a layer's `<stem>`
         layer_oracle: Callable[..., float] | None = None,  # of a layer: of what `weigh` returns
         call: Callable[..., torch.Tensor] | None = None,  # where it is no function of the package
         **tensors: str,
     ) -> None:
         self.stem, _, self.module = names.partition(": ")
         self.tensors, self.implementations, self.bad = tensors, implementations, dict(bad)
-        self.function = function or f"{self.stem}_loss"
+        self.function = function or (self.stem if layer_oracle else f"{self.stem}_loss")
         self.oracle = layer_oracle or getattr(oracles, self.stem)
         self.layer_oracle, self.call = layer_oracle, call
         self.constructor = self.those("buffer")
@@ -308,17 +307,10 @@ LOGITS = {"logits": "B S V, grad, private", "attention_mask": "B S, mask, void 0
 
 # They return a vector a text, or a number a token, and have no module of that name.
 LAYERS = by_stem(
-    Loss(
-        "splade_pool",
-        **LOGITS,
-        implementations=("nonzeros",),
-        function="splade_pool",
-        layer_oracle=_pooled,
-    ),
+    Loss("splade_pool", **LOGITS, implementations=("nonzeros",), layer_oracle=_pooled),
     Loss(
         "token_weights",
         **LOGITS,
-        function="token_weights",
         layer_oracle=lambda *args, **arrays: weigh(oracles.token_weights(*args, **arrays)).item(),
     ),
     Loss(
@@ -329,7 +321,6 @@ LAYERS = by_stem(
         attention_mask="B S, mask, void 0",
         gate="B V, grad",
         implementations=("packed", "tiles"),
-        function="splade_head",
         layer_oracle=_headed,
     ),
     Loss(
@@ -484,10 +475,10 @@ def to_tensors(arrays: Arrays, dtype: torch.dtype = torch.float64) -> dict[str, 
 
 
 def sparse_pair(
-    case: Case, tensors: dict[str, Any], seed: int = 0
+    case: Case, tensors: dict[str, Any], index: torch.dtype = torch.int64
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a call with zeros in its matrices, dense and with these as CSR tensors, as leaves."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     dense, sparse = dict(tensors), dict(tensors)
     for name in case.those("csr"):
         x = tensors[name]
@@ -497,9 +488,10 @@ def sparse_pair(
             x = (x.abs() if case.stem == "min_activation" else x) * kept
             x[-1:] = 0 * x[-1:] if case.stem not in ("info_nce", "n_pair") else x[-1:]
             dense[name] = x.requires_grad_()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what PyTorch says of every CSR tensor
-                sparse[name] = x.detach().to_sparse_csr().requires_grad_()
+            csr = x.detach().to_sparse_csr()
+            parts = csr.crow_indices().to(index), csr.col_indices().to(index), csr.values()
+            csr = torch.sparse_csr_tensor(*parts, x.shape, check_invariants=True)
+            sparse[name] = csr.requires_grad_()
     return dense, sparse
 
 
@@ -544,11 +536,8 @@ def _pairs(rng: Rng, batch: int, negative=None, ids=False, mask=False, candidate
 
 
 def _same(rng: Rng, batch: int) -> Arrays:
-    return {
-        "x1": rng.normal(size=(batch, D)),
-        "x2": rng.normal(size=(batch, D)),
-        "same": np.arange(batch) % 2 == 0,
-    }
+    pairs = {name: rng.normal(size=(batch, D)) for name in ("x1", "x2")}
+    return {**pairs, "same": np.arange(batch) % 2 == 0}
 
 
 def _labels(rng: Rng, rows: int) -> np.ndarray:
@@ -624,10 +613,8 @@ def _tokens(rng: Rng, batch: int, prefix="", weight=False) -> Arrays:
 
 @_factory
 def _scores(rng: Rng, batch: int, mask=False, infinite=False) -> Arrays:
-    arrays = {
-        "student_scores": rng.normal(size=(batch, C)) * 3,
-        "teacher_scores": rng.normal(size=(batch, C)) * 3,
-    }
+    names = ("student_scores", "teacher_scores")
+    arrays = {name: rng.normal(size=(batch, C)) * 3 for name in names}
     if mask:
         arrays["candidate_mask"] = np.ones((batch, C), dtype=bool)
         arrays["candidate_mask"][1:2, 2] = False

@@ -1,8 +1,21 @@
 """What the tests of several files look at losses with: graphs compiled, tensors allocated."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def counting(backend: str = "eager") -> tuple:
@@ -56,3 +69,21 @@ def value_and_gradients(function, *tensors: torch.Tensor) -> list[torch.Tensor]:
 def in_double(function, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """The same of the same numbers in float64."""
     return value_and_gradients(function, *(x.double() for x in tensors))
+
+
+def assert_keeps_digits(
+    function, *tensors, of_value, of_gradients, exact=None, absolute=0.0
+) -> torch.Tensor:
+    """Compare value and, by norms, gradients with those in float64 of ``exact``; return its value.
+
+    By ``exact``, another way to compute the function, where that loses digits in float64, too.
+    """
+    value, *gradients = value_and_gradients(function, *tensors)
+    expected, *truths = in_double(exact or function, *tensors)
+    assert expected.isfinite()
+    assert value.item() == pytest.approx(expected.item(), rel=of_value, abs=absolute)
+    for gradient, truth in zip(gradients, truths, strict=True):
+        error = (gradient.double() - truth).norm()
+        assert error <= of_gradients * truth.norm() + absolute
+        assert absolute or truth.any()
+    return expected

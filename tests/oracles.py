@@ -24,6 +24,11 @@ def reduce_rows(values: Values, reduction: str) -> np.ndarray | float:
     return math.fsum(kept) if reduction == "sum" else math.fsum(kept) / max(count, 1)
 
 
+def mean(values: list[float], of_nothing: float | None = None) -> float | None:
+    """Return the mean; of an empty list ``None``, or another number."""
+    return math.fsum(values) / len(values) if values else of_nothing
+
+
 def softplus(x: float) -> float:
     """Return ``log(1 + exp(x))``."""
     return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
@@ -131,7 +136,7 @@ def info_nce(
         candidates = [s / t for s in (negatives if decoupled else own_scores + negatives)]
         if not decoupled and len(candidates) == 1:
             return 0.0
-        return math.fsum(log_sum_exp(candidates) - s / t for s in own_scores) / len(own)
+        return mean([log_sum_exp(candidates) - s / t for s in own_scores])
 
     forward = [row(i, anchor, positive, lambda i, j: (i, j)) for i in range(batch)]
     if not symmetric:
@@ -155,8 +160,7 @@ def info_nce_from_scores(
             yield None
             continue
         total = log_sum_exp(negatives if decoupled else positives + negatives)
-        terms = [total - score for score in positives]
-        yield math.fsum(terms) / len(terms)
+        yield mean([total - score for score in positives])
 
 
 def n_pair(anchor, positive, negative=None) -> Values:
@@ -187,8 +191,7 @@ def triplet_margin(
         others = negative[i : i + 1] if np.ndim(negative) == 2 else negative[i]
         if candidate_mask is not None:
             others = [n for n, is_there in zip(others, candidate_mask[i], strict=True) if is_there]
-        hinges = [max(0.0, margin - own + sim(anchor[i], n, similarity)) for n in others]
-        yield math.fsum(hinges) / len(hinges) if hinges else None
+        yield mean([max(0.0, margin - own + sim(anchor[i], n, similarity)) for n in others])
 
 
 def nws(
@@ -213,7 +216,7 @@ def nws(
     num_labels = len(prototype)
     labelled = []  # keys and queue rows: (vector, labels)
     if key is not None:
-        labelled += [(v, y) for v, y in zip(key, key_labels, strict=True)]
+        labelled += zip(key, key_labels, strict=True)
     if queue is not None:
         if queue_mask is None:  # a slot of zeros alone was never filled
             queue_mask = np.any(queue, axis=1) | np.any(queue_labels, axis=1)
@@ -245,12 +248,10 @@ def nws(
             weight = math.fsum(contribution(labels, c) / (normaliser[c] + eps) for c in shared)
             if not theirs:
                 agreement = 0.0
-            elif aggregation == "max":
-                agreement = max(label_similarity[c][d] for c in own for d in theirs)
             else:
-                agreement = math.fsum(label_similarity[c][d] for c in own for d in theirs) / (
-                    len(own) * len(theirs) + eps
-                )
+                similar = [label_similarity[c][d] for c in own for d in theirs]
+                average = math.fsum(similar) / (len(similar) + eps)
+                agreement = max(similar) if aggregation == "max" else average
             unlike = min(max(1.0 - agreement, 0.0), 1.0)
             references.append((score, bool(shared), weight, beta * unlike))
         for c in range(num_labels):
@@ -271,55 +272,43 @@ def nws(
             yield None
             continue
         log_denominator = log_sum_exp(denominator)
-        total = math.fsum(
-            -weight * (score - log_denominator)
-            for score, is_positive, weight, _ in references
-            if is_positive
-        )
+        positives = [(score, weight) for score, is_positive, weight, _ in references if is_positive]
+        total = math.fsum(-weight * (score - log_denominator) for score, weight in positives)
         yield total / (len(own) + eps)
 
 
 # What the vector looks like -----------------------------------------------------------------------
 
 
-def _squared_means(activations, estimator) -> list[float]:
-    batch, vocab = np.shape(activations)
-    squares = []
-    for j in range(vocab):
-        column = [float(activations[i][j]) for i in range(batch)]
-        if estimator == "biased":
-            squares.append((math.fsum(column) / batch) ** 2 if batch else 0.0)
-        else:
-            pairs = [column[i] * column[k] for i in range(batch) for k in range(batch) if i != k]
-            squares.append(math.fsum(pairs) / (batch * (batch - 1)))
-    return squares
-
-
-def _dense_rows(activations, threshold) -> np.ndarray:
-    """Rows with more active entries than the threshold; the others as zeros."""
-    rows = np.array(activations, np.float64)
-    for i, row in enumerate(rows):
+def _columns(activations, threshold) -> list[list[float]]:
+    """The columns, in which rows with at most so many active entries are zeros."""
+    rows = [[float(v) for v in row] for row in activations]
+    for row in rows:
         if threshold is not None and sum(1 for v in row if v != 0) <= threshold:
-            rows[i] = 0.0
-    return rows
+            row[:] = [0.0] * len(row)
+    return [[row[j] for row in rows] for j in range(np.shape(activations)[1])]
+
+
+def _squared_mean(column, estimator) -> float:
+    if estimator == "biased":
+        return mean(column, of_nothing=0.0) ** 2
+    places = range(len(column))
+    return mean([column[i] * column[k] for i in places for k in places if i != k])
 
 
 def flops(activations, token_weight=None, *, estimator="biased", threshold=None) -> float:
     """Weighted squared column means; unbiased: the mean product of distinct pairs of rows."""
-    squares = _squared_means(_dense_rows(activations, threshold), estimator)
+    squares = [_squared_mean(column, estimator) for column in _columns(activations, threshold)]
     weights = np.ones(len(squares)) if token_weight is None else token_weight
     return math.fsum(float(w) * s for w, s in zip(weights, squares, strict=True))
 
 
 def idf_flops(activations, token_penalty, *, beta=0.3, estimator="biased", threshold=None) -> float:
     """Weighted absolute means plus beta times weighted squared means."""
-    activations = _dense_rows(activations, threshold)
-    batch, vocab = np.shape(activations)
-    squares = _squared_means(activations, estimator)
     total = []
-    for j in range(vocab):
-        mean = math.fsum(float(activations[i][j]) for i in range(batch)) / batch if batch else 0.0
-        total.append(token_penalty[j] * abs(mean) + beta * token_penalty[j] * squares[j])
+    for w, column in zip(token_penalty, _columns(activations, threshold), strict=True):
+        total.append(w * abs(mean(column, of_nothing=0.0)))
+        total.append(beta * w * _squared_mean(column, estimator))
     return math.fsum(total)
 
 
@@ -363,11 +352,9 @@ def self_reconstruction(
             term = target * softplus(-float(x)) + (1.0 - target) * softplus(float(x))
             (inside if target else outside).append(term)
         if balanced:
-            one = math.fsum(inside) / len(inside) if inside else 0.0
-            two = math.fsum(outside) / len(outside) if outside else 0.0
-            yield one / 2 + two / 2
+            yield mean(inside, of_nothing=0.0) / 2 + mean(outside, of_nothing=0.0) / 2
         else:
-            yield math.fsum(inside + outside) / (len(inside) + len(outside))
+            yield mean(inside + outside)
 
 
 def positive_activation(
@@ -396,13 +383,20 @@ def positive_activation(
 # What the teacher says ----------------------------------------------------------------------------
 
 
+def _candidates(teacher_scores, candidate_mask) -> list[list[int]]:
+    """Of each row the columns that neither the mask nor a teacher's ``-inf`` leaves out."""
+    masks = np.ones(np.shape(teacher_scores)) if candidate_mask is None else candidate_mask
+    rows = zip(teacher_scores, masks, strict=True)
+    return [[c for c in range(len(t)) if mask[c] and t[c] != -math.inf] for t, mask in rows]
+
+
 def _standardised(scores: list[float]) -> list[float]:
     """z-scores with the unbiased deviation; constant scores give 0."""
     if len(scores) < 2 or max(scores) == min(scores):
         return [0.0] * len(scores)
-    mean = math.fsum(scores) / len(scores)
-    std = math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / (len(scores) - 1))
-    return [(s - mean) / (std + 1e-8) for s in scores]
+    centred = [s - mean(scores) for s in scores]
+    std = math.sqrt(math.fsum(x**2 for x in centred) / (len(scores) - 1))
+    return [x / (std + 1e-8) for x in centred]
 
 
 def distillation(
@@ -416,41 +410,28 @@ def distillation(
     candidate_mask=None,
 ) -> float:
     """Tempered KL from the teacher plus the squared distance of z-scores."""
-    batch, width = np.shape(student_scores)
-    candidates = [
-        [
-            c
-            for c in range(width)
-            if (candidate_mask is None or candidate_mask[i][c])
-            and teacher_scores[i][c] != -math.inf
-        ]
-        for i in range(batch)
-    ]
-    divergences = []
-    for i, row in enumerate(candidates):
-        if not row:
-            continue
-        s = [float(student_scores[i][c]) / temperature for c in row]
-        t = [float(teacher_scores[i][c]) / temperature for c in row]
-        log_q = [v - log_sum_exp(s) for v in s]
-        log_p = [v - log_sum_exp(t) for v in t]
-        divergences.append(
-            math.fsum(math.exp(p) * (p - q) for p, q in zip(log_p, log_q, strict=True))
-        )
-    kl = math.fsum(divergences) / len(divergences) if divergences else 0.0
+    rows = enumerate(_candidates(teacher_scores, candidate_mask))
+    groups = [[(i, c) for c in candidates] for i, candidates in rows]
 
-    groups = [[(i, c) for i, row in enumerate(candidates) for c in row]]
-    if standardize == "row":
-        groups = [[(i, c) for c in row] for i, row in enumerate(candidates)]
+    def both(group) -> list[list[float]]:
+        return [[float(x[i][c]) for i, c in group] for x in (student_scores, teacher_scores)]
+
+    divergences = []
+    for group in filter(None, groups):
+        s, t = ([score / temperature for score in scores] for scores in both(group))
+        log_q, log_p = ([v - log_sum_exp(x) for v in x] for x in (s, t))
+        terms = (math.exp(p) * (p - q) for p, q in zip(log_p, log_q, strict=True))
+        divergences.append(math.fsum(terms))
+    kl = mean(divergences, of_nothing=0.0)
+
+    if standardize == "batch":
+        groups = [[place for group in groups for place in group]]
     squared = []
     for group in groups:
-        zs = _standardised([float(student_scores[i][c]) for i, c in group])
-        zt = _standardised([float(teacher_scores[i][c]) for i, c in group])
-        if standardize == "row" and len(group) < 3:
-            zs = zt = [0.0] * len(group)
-        squared += [(a - b) ** 2 for a, b in zip(zs, zt, strict=True)]
-    mse = math.fsum(squared) / len(squared) if squared else 0.0
-    return alpha_kl * temperature**2 * kl + alpha_mse * mse
+        z = [_standardised(scores) for scores in both(group)]
+        too_few = standardize == "row" and len(group) < 3
+        squared += [0.0 if too_few else (a - b) ** 2 for a, b in zip(*z, strict=True)]
+    return alpha_kl * temperature**2 * kl + alpha_mse * mean(squared, of_nothing=0.0)
 
 
 def margin_mse(
@@ -464,7 +445,7 @@ def margin_mse(
             is_there = candidate_mask is None or np.atleast_1d(candidate_mask[i])[n]
             if is_there and tp != -np.inf and tn != -np.inf:
                 squares.append(float(((sp - sn) - (tp - tn)) ** 2))
-        yield math.fsum(squares) / len(squares) if squares else None
+        yield mean(squares)
 
 
 def masked_logit_mse(student_logits, teacher_logits, *, threshold=0.0) -> Values:
@@ -472,19 +453,15 @@ def masked_logit_mse(student_logits, teacher_logits, *, threshold=0.0) -> Values
     for student, teacher in zip(student_logits, teacher_logits, strict=True):
         pairs = zip(student, teacher, strict=True)
         squares = [float((z - t) ** 2) for z, t in pairs if z > threshold or t > threshold]
-        yield math.fsum(squares) / len(squares) if squares else None
+        yield mean(squares)
 
 
 def ranknet(student_scores, teacher_scores, *, candidate_mask=None, temperature=1.0) -> Values:
     """The mean over ordered pairs of ``log(1 + exp(-(s_a - s_b) / T))``."""
-    for i, (s, t) in enumerate(zip(student_scores, teacher_scores, strict=True)):
-        kept = [
-            c
-            for c in range(len(s))
-            if t[c] != -np.inf and (candidate_mask is None or candidate_mask[i][c])
-        ]
-        costs = [softplus(-(s[a] - s[b]) / temperature) for a in kept for b in kept if t[a] > t[b]]
-        yield math.fsum(costs) / len(costs) if costs else None
+    kept_of_rows = _candidates(teacher_scores, candidate_mask)
+    for s, t, kept in zip(student_scores, teacher_scores, kept_of_rows, strict=True):
+        pairs = [(a, b) for a in kept for b in kept if t[a] > t[b]]
+        yield mean([softplus(-(s[a] - s[b]) / temperature) for a, b in pairs])
 
 
 # From logits to sparse vectors --------------------------------------------------------------------
@@ -503,41 +480,37 @@ def token_weight(logit, activation="relu", threshold=None) -> float:
     return math.log1p(weight) if activation == "log1p_relu" else weight
 
 
+def _positions(mask) -> list[int]:
+    return [s for s, is_attended in enumerate(mask) if is_attended]
+
+
 def splade_pool(
     logits, attention_mask, activation="relu", softcap=None, threshold=None
 ) -> np.ndarray:
     """``max_s mask * log1p(relu(logit))`` over the positions of a text."""
-    batch, length, vocab = np.shape(logits)
-    pooled = np.zeros((batch, vocab))
-    for i in range(batch):
-        for j in range(vocab):
-            limit = threshold[j] if np.ndim(threshold) else threshold
-            for s in range(length):
-                if attention_mask[i][s]:
-                    logit = capped(logits[i][s][j], softcap)
-                    pooled[i, j] = max(pooled[i, j], token_weight(logit, activation, limit))
+    pooled = np.zeros((len(logits), np.shape(logits)[2]))
+    for i, j in np.ndindex(*pooled.shape):
+        limit = threshold[j] if np.ndim(threshold) else threshold
+        column = (capped(logits[i][s][j], softcap) for s in _positions(attention_mask[i]))
+        pooled[i, j] = max((token_weight(z, activation, limit) for z in column), default=0.0)
     return pooled
 
 
 def pooled_logits(logits, attention_mask, softcap=None) -> np.ndarray:
     """The signed maximum over the attended positions, 0 for a text without any."""
-    batch, _, vocab = np.shape(logits)
-    pooled = np.zeros((batch, vocab))
-    for i in range(batch):
-        positions = [s for s in range(len(logits[i])) if attention_mask[i][s]]
-        for j in range(vocab):
-            pooled[i, j] = max((capped(logits[i][s][j], softcap) for s in positions), default=0.0)
+    pooled = np.zeros((len(logits), np.shape(logits)[2]))
+    for i, j in np.ndindex(*pooled.shape):
+        column = (capped(logits[i][s][j], softcap) for s in _positions(attention_mask[i]))
+        pooled[i, j] = max(column, default=0.0)
     return pooled
 
 
 def token_weights(logits, attention_mask) -> np.ndarray:
     """The same with the maximum over the vocabulary, one weight a position."""
-    batch, length, _ = np.shape(logits)
-    weights = np.zeros((batch, length))
-    for i in range(batch):
-        for s in range(length):
-            if attention_mask[i][s]:
-                weights[i, s] = max(math.log1p(max(float(v), 0.0)) for v in logits[i][s])
+    weights = np.zeros(np.shape(logits)[:2])
+    for i, row in enumerate(attention_mask):
+        for s in _positions(row):
+            weights[i, s] = max(token_weight(z) for z in logits[i][s])
     return weights
 
 
@@ -551,8 +524,8 @@ def head_logits(hidden, weight, bias=None, mask=None, gate=None, softcap=None) -
     """Return ``g_ij cap(max_s h_is . w_j + b_j)``, 0 for a text without a position."""
     pooled = np.zeros((len(hidden), len(weight)))
     for i, j in np.ndindex(*pooled.shape):
-        positions = [s for s in range(len(hidden[i])) if mask is None or mask[i][s]]
-        if positions:
+        positions = range(len(hidden[i])) if mask is None else _positions(mask[i])
+        if len(positions):
             top = max(dot(hidden[i][s], weight[j]) for s in positions)
             value = capped(top + (0.0 if bias is None else float(bias[j])), softcap)
             pooled[i, j] = value * (1.0 if gate is None else float(gate[i][j]))

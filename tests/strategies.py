@@ -73,9 +73,8 @@ def info_nce_problems(draw) -> tuple[dict, dict]:
     if draw(st.booleans()):
         tensors["positive_ids"] = rng.integers(0, 3, size=batch)
     if options["in_batch"] and draw(st.booleans()):
-        tensors["positive_mask"] = rng.random((batch, batch)) < draw(
-            st.sampled_from([0.1, 0.4, 0.9])
-        )
+        density = draw(st.sampled_from([0.1, 0.4, 0.9]))
+        tensors["positive_mask"] = rng.random((batch, batch)) < density
     if draw(st.booleans()):
         width = (batch if options["in_batch"] else 1) + np.shape(tensors.get("negative", [[]]))[-2]
         width -= "negative" not in tensors
@@ -142,9 +141,8 @@ def token_problems(draw, weight: bool = False, prefix: str = "") -> tuple[dict, 
         tensors["token_weight"] = rng.integers(0, 3, size=vocab) / 2.0
     options = {}
     if draw(st.booleans()):
-        options["ignore_token_ids"] = draw(
-            st.lists(st.integers(0, vocab - 1), min_size=0, max_size=vocab - 1)
-        )
+        ids = st.lists(st.integers(0, vocab - 1), max_size=vocab - 1)
+        options["ignore_token_ids"] = draw(ids)
     return tensors, options
 
 
@@ -154,10 +152,8 @@ def score_problems(draw) -> tuple[dict, dict]:
     rng = np.random.default_rng(draw(seeds))
     standardize = draw(st.sampled_from(["batch", "row"]))
     batch, width = draw(sizes), draw(st.integers(2 if standardize == "batch" else 3, 6))
-    tensors = {
-        "student_scores": draw(vectors(batch, width)),
-        "teacher_scores": draw(vectors(batch, width)),
-    }
+    names = ("student_scores", "teacher_scores")
+    tensors = {name: draw(vectors(batch, width)) for name in names}
     options = {
         "temperature": draw(st.floats(0.2, 5.0)),
         "alpha_kl": draw(st.sampled_from([0.0, 0.7, 2.0])),
@@ -165,9 +161,8 @@ def score_problems(draw) -> tuple[dict, dict]:
         "standardize": standardize,
     }
     if draw(st.booleans()):
-        tensors["candidate_mask"] = rng.random((batch, width)) < draw(
-            st.sampled_from([0.2, 0.6, 0.9])
-        )
+        density = draw(st.sampled_from([0.2, 0.6, 0.9]))
+        tensors["candidate_mask"] = rng.random((batch, width)) < density
     if draw(st.booleans()):
         hidden = rng.random((batch, width)) < 0.3
         tensors["teacher_scores"] = np.where(hidden, -np.inf, tensors["teacher_scores"])

@@ -84,8 +84,7 @@ def value_and_gradients(call, leaves):
     return [x.double() for x in (value.detach(), *(x.grad for x in leaves))], seen
 
 
-# ------------------------------------------------------------------------------------------------
-# The losses
+# The losses ---------------------------------------------------------------------------------------
 
 
 HALVED = [case for case in CASES if case.stem in ("info_nce", "n_pair")]
@@ -129,8 +128,7 @@ def test_rows_of_zero_and_of_any_length(dtype):
     assert products_made == ((3, 0) if dtype == torch.bfloat16 else (1, 2))
 
 
-# ------------------------------------------------------------------------------------------------
-# The head
+# The head -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

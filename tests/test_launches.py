@@ -4,10 +4,12 @@ A meta tensor has no values: whatever would wait for an accelerator to read one 
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import sparse_losses as sl
 from benchmarks.losses import (
@@ -24,6 +26,7 @@ from benchmarks.run.launches import Launches, training_launches
 from benchmarks.schema import Maker
 from sparse_losses._core.host_copy import HostCopy
 from sparse_losses.fast import head, head_tiles
+from tests.cases import LAYER_CASES
 from tests.objective import making
 
 LAYERS = ("splade_head", "end_to_end", "objective")  # they have bounds of their own
@@ -37,23 +40,21 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return tensor.requires_grad_() if tensor.is_floating_point() else tensor
 
 
-def on_meta(tensors: dict, dtype: torch.dtype) -> dict:
-    """Return what a loss takes, and of that what has a gradient in ``dtype``."""
-    return {
-        name: x.detach()
-        .to("meta", dtype if x.requires_grad else None)
-        .requires_grad_(x.requires_grad)
-        for name, x in tensors.items()
-        if name != "upstream"
-    }
+def on_meta(tensors: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return tensors without values, in ``dtype`` what has a gradient."""
+
+    def moved(x):
+        to = x.detach().to("meta", dtype if x.requires_grad else None)
+        return to.requires_grad_(x.requires_grad)
+
+    return tree_map_only(torch.Tensor, moved, tensors)
 
 
 def text(*leading: int, length: int = S) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(meta(*leading, length, dtype=torch.int64) for _ in range(2))
 
 
-# ------------------------------------------------------------------------------------------------
-# Losses and layers
+# Losses and layers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -62,6 +63,7 @@ def test_loss_launches_few_more_than_the_plain_formula(loss, dtype):
     for case in cases("tiny", [loss]):
         calls = {variant.name: variant.call for variant in case.variants()}
         inputs = on_meta(case.inputs(Maker(torch.device("cpu"))), dtype)
+        inputs.pop("upstream", None)
         plain, ours = (training_launches(calls[name], **inputs).count for name in ("eager", "ours"))
         bound = plain if loss in NO_MORE_THAN_PLAIN else max(1.25 * plain, 20)
         assert 0 < ours <= bound, case.name
@@ -114,6 +116,9 @@ def test_gradient_of_the_head_follows_the_entries_in_34_launches(share):
     assert counted.peak_bytes < 1.3 * weight.nbytes
 
 
+HEAD = next(case for case in LAYER_CASES if case.id == "splade_head-all")
+
+
 @pytest.mark.parametrize("options", [{}, {"threshold": 0.3}, {"return_logits": True}], ids=str)
 def test_number_of_active_entries_is_copied_in_the_forward_pass(monkeypatch, options):
     """As on an accelerator, here on a CPU: all active entries, but not those of all logits."""
@@ -122,23 +127,14 @@ def test_number_of_active_entries_is_copied_in_the_forward_pass(monkeypatch, opt
     copies, sizes, entries_of = [], [], head.entries_of
     monkeypatch.setattr(head, "HostCopy", lambda *x: copies.append(HostCopy(*x)) or copies[-1])
     monkeypatch.setattr(head, "entries_of", lambda *x: sizes.append(x[-1]) or entries_of(*x))
-    sizes_of = {"hidden": (B, S, H), "weight": (V, H), "bias": (V,), "gate": (B, V)}
-    leaves = {name: torch.rand(size).double() - 0.5 for name, size in sizes_of.items()}
-    leaves["gate"] = leaves["gate"].abs().round(decimals=1)
-    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-    mask = torch.rand(B, S) < 0.7
-    outputs = [
-        sl.splade_head(**leaves, attention_mask=mask, impl=impl, **options)
-        for impl in ("tiles", "definition")
-    ]
+    tensors = HEAD.tensors()
+    leaves = [tensors[name].requires_grad_() for name in HEAD.differentiable]
+    values = [HEAD.function()(**tensors, **options, impl=impl) for impl in ("tiles", "definition")]
     is_counted = "return_logits" not in options
     assert len(copies) == is_counted
-    outputs = [x if is_counted else torch.stack(x) for x in outputs]
-    factor = torch.rand_like(outputs[0])
-    ours, exact = (torch.autograd.grad((x * factor).sum(), list(leaves.values())) for x in outputs)
+    torch.testing.assert_close(*(torch.autograd.grad(value, leaves) for value in values))
     assert len(sizes) == is_counted
-    assert not sizes or sizes[0] >= outputs[0].count_nonzero()
-    torch.testing.assert_close(ours, exact)
+    assert not sizes or sizes[0] >= sl.splade_head(**tensors, **options).count_nonzero()
 
 
 def test_head_for_inference_takes_the_maximum_without_its_position():
@@ -155,8 +151,7 @@ def test_frozen_hidden_states_take_no_memory_for_a_gradient():
     assert peaks[0] - peaks[1] >= 1.5 * hidden.nbytes  # the sum over tiles, a tile's product
 
 
-# ------------------------------------------------------------------------------------------------
-# The objective, and all that a training step adds
+# The objective, and all that a training step adds -------------------------------------------------
 
 
 def plain_recommended(query, document, teacher, query_ids, document_ids, penalty):
@@ -193,46 +188,24 @@ def test_objective_launches_at_most_1_4_times_its_plain_formulas(preset, plain):
     assert 0 < training_launches(total, *inputs).count <= max(bound, 18)
 
 
-class Step:
-    """A training step with every term, NWS with a queue, and diagnostics."""
-
-    def __init__(self) -> None:
-        every = dict.fromkeys(making.CALLS, 1.0)
-        self.objective = making.objective(every, stopword_ids=[2]).to("meta")
-        filtered = sl.InfoNCELoss(false_negative_margin=0.1, false_negative_ratio=0.9)
-        self.filtered = making.objective({"info_nce": 1.0}, {"info_nce": filtered})
-        self.diagnostics = sl.Diagnostics(V, stopword_ids=[2])
-        self.nws = sl.NWSLoss(torch.eye(5)).to("meta")
-        self.queue = sl.LabelQueue(8, V, 5).to("meta")
-
-    def __call__(self, hidden, weight, prototype):
-        query, document = (
-            sl.Texts(sl.splade_head(x, weight, None, mask), ids, mask)
-            for x in hidden
-            for ids, mask in [text(len(x))]
-        )
-        negative = sl.Texts(document.activations[B:].unflatten(0, (B, 1)), *text(B, 1))
-        positive = sl.Texts(*(None if x is None else x[:B] for x in document))
-        batch = sl.SpladeBatch(
-            query,
-            positive,
-            negative,
-            teacher_scores=meta(B, 2).detach(),
-            teacher_anchor_scores=meta(B, B).detach(),
-            teacher_candidates="own",
-        )
-        labels = torch.ones(B, 5, device="meta")
-        queued = {"queue": self.queue.features.clone(), "queue_labels": self.queue.labels.clone()}
-        nws = self.nws(query.activations, labels, prototype, queue_mask=self.queue.mask, **queued)
-        self.queue.enqueue(query.activations, labels)
-        self.diagnostics.update(positive, other_side=query, training=True)
-        return self.objective(batch).total + self.filtered(batch).total + nws
-
-
 def test_training_step_reads_no_value():
-    hidden = [meta(rows, S, H) for rows in (B, 2 * B)]
-    counted = training_launches(Step(), hidden, meta(V, H), meta(5, V))
-    assert counted.count > 200
+    """With every term, NWS with a queue, and diagnostics."""
+    every = making.objective(dict.fromkeys(making.CALLS, 1.0), stopword_ids=[2]).to("meta")
+    filtered = sl.InfoNCELoss(false_negative_margin=0.1, false_negative_ratio=0.9)
+    filtered = making.objective({"info_nce": 1.0}, {"info_nce": filtered})
+    diagnostics = sl.Diagnostics(V, stopword_ids=[2])
+    nws, queue = sl.NWSLoss(torch.eye(5)).to("meta"), sl.LabelQueue(8, V, 5).to("meta")
+    batch = on_meta(making.batch("one", grad=True))
+    query, labels = batch.anchor.activations, torch.ones(making.B, 5, device="meta")
+
+    def step(prototype):
+        queued = {"queue": queue.features.clone(), "queue_labels": queue.labels.clone()}
+        total = nws(query, labels, prototype, queue_mask=queue.mask, **queued)
+        queue.enqueue(query, labels)
+        diagnostics.update(batch.positive, other_side=batch.anchor, training=True)
+        return total + every(batch).total + filtered(batch).total
+
+    assert training_launches(step, meta(5, V)).count > 200
 
 
 def test_bm25_scores_read_no_value():
@@ -241,8 +214,7 @@ def test_bm25_scores_read_no_value():
     assert scores.shape == (B, 3)
 
 
-# ------------------------------------------------------------------------------------------------
-# The counter
+# The counter --------------------------------------------------------------------------------------
 
 
 def test_counter_raises_where_a_value_is_read():

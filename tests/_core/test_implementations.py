@@ -39,10 +39,8 @@ def call(implementations, impl, x=None):
 
 
 def test_auto_takes_the_first_that_is_supported_and_preferred():
-    (unsupported, a), (slow, b) = (
-        implementation("unsupported", reason="a miracle"),
-        implementation("slow", is_preferred=False),
-    )
+    unsupported, a = implementation("unsupported", reason="a miracle")
+    slow, b = implementation("slow", is_preferred=False)
     (first, c), (second, d) = implementation("first"), implementation("second")
     x = torch.nn.Parameter(torch.arange(3.0))
     call((unsupported, slow, first, second), "auto", x).backward()
@@ -102,7 +100,6 @@ def test_impl_lists_the_implementations_of_a_loss(loss):
         FIRST[loss.stem].function()(**FIRST[loss.stem].tensors(), impl="fast")
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")
 def test_explain_names_the_implementation_and_what_speaks_against_those_before_it():
     dense = torch.randn(64, 8)
     sparse = dense.to_sparse_csr()
@@ -113,7 +110,7 @@ def test_explain_names_the_implementation_and_what_speaks_against_those_before_i
     assert lines[2].startswith('  not "blocks": it is for more scores than')
     lines = explain(F.info_nce_loss, dense, dense, reduction="none").splitlines()
     assert lines[0] == 'info_nce_loss takes "definition"'
-    assert lines[3] == '  not "direct": it takes reduction="mean" or "sum"'
+    assert lines[3].startswith('  not "direct": it takes reduction=')
     assert explain(F.flops_loss, dense) == 'flops_loss takes "definition", which it has alone'
     with pytest.raises(ValueError, match='expected reduction="mean" or "sum" with impl="direct"'):
         explain(F.info_nce_loss, dense, dense, reduction="none", impl="direct")

@@ -1,13 +1,8 @@
-"""Two ranks: few rows, half precision, second derivatives, what is sent, a NaN, one that leaves."""
+"""Two ranks: few rows, half precision, second derivatives, what is sent, a NaN."""
 
 import functools
-import multiprocessing
-import os
-from datetime import timedelta
 
-import pytest
 import torch
-import torch.distributed as dist
 
 import sparse_losses.functional as F
 from tests.cases import FIRST, LOSSES, to_tensors
@@ -79,7 +74,6 @@ def test_second_derivatives():
     run_ranks(2, compare_derivatives)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")
 def test_regularisers_and_distillation_send_no_rows_and_csr_entries_alone(monkeypatch):
     """How many numbers each collective of a call takes from a rank, which is a thread here."""
     numbers: list[int] = []
@@ -116,36 +110,6 @@ def test_regularisers_and_distillation_send_no_rows_and_csr_entries_alone(monkey
         largest, *others = sorted(numbers, reverse=True)
         assert largest == most or largest < most == 20
         assert most != 6000 or max(others) < 20
-
-
-def rank_of_two(rank, meeting, pipe):
-    """Stay, and send what a forward and a backward pass say; or leave after a forward pass."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    place = {"init_method": meeting, "rank": rank, "world_size": 2}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20), **place)
-
-    def info_nce():
-        tensors = FIRST["info_nce"].tensors(3)
-        tensors["anchor"].requires_grad_()
-        return FIRST["info_nce"].function()(**tensors, gather=True)
-
-    value, said = info_nce(), []
-    for call in (value.backward, info_nce) if rank == 0 else ():
-        try:
-            call()
-        except RuntimeError as error:
-            said.append(str(error))
-    pipe.send(said)
-    os._exit(0)  # a thread of gloo may abort the interpreter's own end
-
-
-def test_a_rank_that_leaves_within_a_step_ends_the_others_calls(tmp_path):
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe(duplex=False)
-    for rank in range(2):
-        spawn.Process(target=rank_of_two, args=(rank, f"file://{tmp_path}/meeting", theirs)).start()
-    assert sorted(len(ours.recv()) for _ in range(2)) == [0, 2]
 
 
 def nan_on_one(rank: int) -> list[str]:

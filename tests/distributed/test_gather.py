@@ -85,14 +85,16 @@ def compare(rank: int, world: int) -> dict[str, str]:
     return wrong
 
 
-def check(case: Case, rank: int, world: int, reduction: str | None, arrays: Any = None) -> None:
+def check(
+    case: Case, rank: int, world: int, reduction: str | None, arrays: Any = None, call: Any = None
+) -> None:
     """Compare a rank's call with one process; with a learned temperature by default."""
     is_voided = arrays is not None  # a rank without valid rows may have no gradient
     learned = not is_voided and "temperature" in case.loss.hyperparameters
     arrays = arrays or whole(case, world, seed=3)
     mine = part(case, arrays, rank, world)
-    expected, expected_gradients = evaluate(case, arrays, reduction, learned)
-    value, gradients = evaluate(case, mine, reduction, learned, gather=True)
+    expected, expected_gradients = evaluate(case, arrays, reduction, learned, call)
+    value, gradients = evaluate(case, mine, reduction, learned, call, gather=True)
     close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
     rows = slice(rank * ROWS, (rank + 1) * ROWS)
     close(value, expected[rows] if reduction == "none" else expected, msg=lambda m: f"value: {m}")

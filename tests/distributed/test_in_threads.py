@@ -13,7 +13,7 @@ from sparse_losses import distributed as d
 from sparse_losses.functional import info_nce_loss
 from sparse_losses.objective import terms
 from tests.cases import CASES, FIRST, to_tensors
-from tests.distributed.test_gather import PLAINEST, check, evaluate, part, whole
+from tests.distributed.test_gather import PLAINEST, check, evaluate, whole
 from tests.distributed.threads import run_threads
 
 
@@ -55,7 +55,6 @@ SPARSE = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")  # what PyTorch says of every CSR tensor
 @pytest.mark.parametrize("case", SPARSE, ids=lambda case: case.id)
 def test_sparse_rows_of_all_ranks_are_those_of_one_process(case):
     arrays = whole(case, 2, seed=3)
@@ -63,24 +62,13 @@ def test_sparse_rows_of_all_ranks_are_those_of_one_process(case):
         x = arrays[name]
         arrays[name] = np.abs(x) if case.stem == "min_activation" else x
         arrays[name] = np.where(np.abs(x) < 0.4, 0.0, arrays[name])
-    expected, wanted = evaluate_sparse(case, arrays)
-    for own, (value, found) in enumerate(
-        run_threads(2, lambda own: evaluate_sparse(case, part(case, arrays, own, 2), gather=True))
-    ):
-        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
-        for name, gradient in found.items():
-            rows = wanted[name].chunk(2)[own]
-            torch.testing.assert_close(gradient / 2, rows, rtol=1e-9, atol=1e-9)
 
+    def call(**tensors):
+        sparse = {name: tensors[name].to_sparse_csr() for name in case.those("csr")}
+        return case.function()(**tensors | sparse)
 
-def evaluate_sparse(case, arrays, **options):
-    """Value and gradients of CSR tensors of a call, these as dense ones."""
-    tensors = to_tensors(arrays)
-    leaves = {n: tensors[n].to_sparse_csr().requires_grad_() for n in case.those("csr")}
-    tensors |= leaves
-    value = case.function()(**tensors, **options)
-    value.backward()
-    return value.detach(), {name: leaf.grad.to_dense() for name, leaf in leaves.items()}
+    for reduction in ("mean", "sum") if case.loss.reduces else (None,):
+        run_threads(2, lambda own, r=reduction: check(case, own, 2, r, arrays, call))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -97,32 +85,25 @@ def test_without_gather_the_other_ranks_change_nothing(case):
 def _collectives(own):
     assert (d.rank(), d.num_ranks()) == (own, 2)
     x = torch.tensor([[1.0, 10.0]]) * (own + 1)
-    results = []
-    for function in (d.gather_rows, d.sum_over_ranks, d.average_grad_over_ranks, d.scatter_sum):
+    signed = x * torch.tensor([1.0, -1.0])
+    found = [d.maximum_over_ranks(signed), d.gather_rows(torch.tensor([own == 1]))]
+    for function in (d.gather_rows, d.scatter_sum, d.sum_over_ranks, d.average_grad_over_ranks):
         leaf = x.expand(2, 2).T.clone().T.requires_grad_()  # not contiguous
-        value, before = function(leaf), leaf.detach().clone()
+        value = function(leaf)
         weight = torch.arange(1.0, 1 + value.numel()).view_as(value) * (own + 1)
-        (gradient,) = torch.autograd.grad(value, leaf, weight.T.clone().T)
-        results += [value.tolist(), gradient.tolist()]
-        assert torch.equal(leaf, before)
-    results.append(d.maximum_over_ranks(x * torch.tensor([1.0, -1.0])).tolist())
-    flags = d.gather_rows(torch.tensor([own == 1]))
-    assert flags.dtype == torch.bool
-    results.append(flags.tolist())
-    return results
+        found += [value, *torch.autograd.grad(value, leaf, weight.T.clone().T)]
+    return [each.tolist() for each in found]
 
 
 def test_every_collective_and_its_gradient():
     first, second = run_threads(2, _collectives)
+    assert first[:2] == second[:2] == [[[2, -10]], [False, True]]
     rows = [[1, 10], [1, 10], [2, 20], [2, 20]]
-    assert (first[0], first[1]) == (rows, [[3, 6], [9, 12]])
-    assert (second[0], second[1]) == (rows, [[15, 18], [21, 24]])
-    assert first[2:4] == second[2:4] == [[[3, 30]] * 2, [[3, 6], [9, 12]]]
-    assert first[4:6] == [[[1, 10]] * 2, [[1.5, 3], [4.5, 6]]]
-    assert second[4:6] == [[[2, 20]] * 2, [[1.5, 3], [4.5, 6]]]
-    assert first[6] == second[6] == [[3, 30]]
-    assert first[7] == second[7] == [[1, 2], [2, 4]]
-    assert first[8:] == second[8:] == [[[2, -10]], [False, True]]
+    assert (first[2:4], second[2:4]) == ([rows, [[3, 6], [9, 12]]], [rows, [[15, 18], [21, 24]]])
+    assert first[4:6] == second[4:6] == [[[3, 30]], [[1, 2], [2, 4]]]
+    assert first[6:8] == second[6:8] == [[[3, 30]] * 2, [[3, 6], [9, 12]]]
+    mean = [[1.5, 3], [4.5, 6]]
+    assert (first[8:], second[8:]) == ([[[1, 10]] * 2, mean], [[[2, 20]] * 2, mean])
     assert (d.rank(), d.num_ranks()) == (0, 1)
 
 

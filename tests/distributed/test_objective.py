@@ -5,11 +5,11 @@ Every form of negatives and of teacher's scores, in fp64.
 
 import functools
 
+import pytest
 import torch
-import torch.distributed as dist
 
 import sparse_losses as sl
-from tests.distributed.ranks import run_ranks
+from tests.distributed.threads import run_threads
 from tests.objective import making
 from tests.objective.making import B, N
 
@@ -17,7 +17,6 @@ WORLD = 2
 # Negatives, and what the teacher scores: all candidates of the rank, or each anchor's own.
 FORMS = [(None, "batch"), ("shared", "batch"), ("one", "batch"), ("own", "batch")]
 FORMS += [("one", "own"), ("own", "own")]
-CASES = [(*form, masked) for form in FORMS for masked in (False, True)]  # by `candidate_mask`
 
 
 def objective(negative, *, gather):
@@ -91,31 +90,17 @@ def gradients(loss, batch):
     return total, terms, grads, held
 
 
-def compare(rank):
-    """What differs, by case."""
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])  # by `candidate_mask`
+@pytest.mark.parametrize(("negative", "teacher"), FORMS)
+def test_values_and_averaged_gradients_are_those_of_one_process(negative, teacher, masked):
+    batches = [of_rank(rank, negative, teacher, masked) for rank in range(WORLD)]
+    everything = whole(batches, negative, teacher)
+    expected = gradients(objective(negative, gather=False), everything)
+    made = objective(negative, gather=True)
+    found = run_threads(WORLD, lambda own: gradients(made, batches[own]))
     close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
-    wrong = {}
-    for case in CASES:
-        negative, teacher, _ = case
-        batches = [of_rank(each, *case) for each in range(WORLD)]
-        total, terms, by_texts, by_held = gradients(
-            objective(negative, gather=False), whole(batches, negative, teacher)
-        )
-        own_total, own_terms, own_by_texts, own_by_held = gradients(
-            objective(negative, gather=True), batches[rank]
-        )
-        dist.all_reduce(own_by_held)
-        try:
-            close(own_terms, terms)
-            close(own_total, total)
-            by_texts = [x.chunk(WORLD)[rank] for x in by_texts]
-            close([x / WORLD for x in own_by_texts], by_texts)
-            close(own_by_held / WORLD, by_held)
-            assert all(x.any() for x in by_texts)
-        except AssertionError as error:
-            wrong[case] = repr(error)
-    return wrong
-
-
-def test_values_and_averaged_gradients_are_those_of_one_process():
-    assert run_ranks(WORLD, compare) == [{}] * WORLD
+    for own, (total, terms, by_texts, _) in enumerate(found):
+        close((total, terms), expected[:2])
+        assert all(x.any() for x in by_texts)
+        close([x / WORLD for x in by_texts], [x.chunk(WORLD)[own] for x in expected[2]])
+    close(sum(by_held for *_, by_held in found) / WORLD, expected[3])

@@ -7,7 +7,6 @@ import pickle
 import re
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from tests.cases import (
     to_arrays,
     to_tensors,
 )
-from tests.instruments import counting, gradients, weigh
+from tests.instruments import counting, default_dtype, gradients, weigh
 
 # CASES has a case twice where an implementation beside the definition supports it, a layer's by
 # each of them. What does not depend on the implementation runs over ONCE: arguments are checked and
@@ -65,11 +64,16 @@ def over_reductions(cases):
 over_losses = pytest.mark.parametrize("loss", LOSSES.values(), ids=lambda loss: loss.stem)
 
 
-def watch(case: Case, tensors: dict) -> dict:
-    """Turn the differentiable tensors into leaves; return them."""
-    for name in case.differentiable:
+def watch(case: Case, tensors: dict, *, learned: bool = False) -> dict:
+    """Turn the differentiable tensors, and the temperature, into leaves; return them."""
+    names = list(case.differentiable)
+    if learned and "temperature" in case.loss.hyperparameters:
+        number = {**case.loss.hyperparameters, **case.kwargs}["temperature"]
+        tensors["temperature"] = torch.tensor(number, dtype=torch.float64)
+        names.append("temperature")
+    for name in names:
         tensors[name] = tensors[name].detach().clone().requires_grad_()
-    return {name: tensors[name] for name in case.differentiable}
+    return {name: tensors[name] for name in names}
 
 
 def alive(value: torch.Tensor) -> torch.Tensor:
@@ -132,12 +136,13 @@ def test_the_module_takes_the_same_hyperparameters_and_tensors(loss):
 
 
 @over([case for case in BASE_CASES if case.loss.module])
-def test_the_module_equals_the_function(case):
+def test_the_module_and_its_copies_equal_the_function(case):
     tensors = case.tensors()
     for options in ({}, none(case)):
         module, rest = case.module(tensors, **options)
-        for _ in ("first", "as the first left it"):
-            assert torch.equal(module(**rest), alive(case.function()(**tensors, **options)))
+        copies = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+        for each in (module, module, *copies):  # the second time as the first left it
+            assert torch.equal(each(**rest), alive(case.function()(**tensors, **options)))
 
 
 @over_losses
@@ -187,6 +192,9 @@ def test_constructor_tensors_are_buffers_that_follow_the_module(case):
         module, rest = case.module({**tensors, name: tensors[name].clone()})
     assert torch.equal(module.state_dict()[name], tensors[name])
     assert torch.equal(module(**rest), expected)
+    other, _ = case.module({**tensors, name: torch.zeros_like(tensors[name])})
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other(**rest), expected)
     torch.testing.assert_close(gradients(module(**rest), leaves), gradients(expected, leaves))
     module, _ = case.module({**tensors, name: tensors[name].clone().requires_grad_()})
     assert not [*module.parameters()]
@@ -208,18 +216,6 @@ def test_hyperparameters_are_plain_attributes_that_schedules_assign_and_repr_sho
     assert base(**rest).item() == pytest.approx(case.expected(case.arrays()), rel=1e-9, abs=1e-12)
 
 
-@over([case for case in BASE_CASES if case in FIRST.values() or case in WITH_CONSTANTS])
-def test_a_module_survives_copying_pickling_and_its_state_dict(case):
-    tensors = case.tensors()
-    module, rest = case.module(tensors)
-    expected = alive(module(**rest))
-    present = [name for name in case.loss.constructor if tensors.get(name) is not None]
-    fresh, _ = case.module(tensors | {name: torch.zeros_like(tensors[name]) for name in present})
-    fresh.load_state_dict(module.state_dict())
-    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), fresh):
-        assert torch.equal(copied(**rest), expected)
-
-
 # Values, reductions, and rows that are not valid --------------------------------------------------
 
 
@@ -238,14 +234,15 @@ def _void(case: Case, tensors: dict, rows) -> None:
 
 
 @over(VOIDABLE)
-def test_a_row_that_is_not_valid_is_zero_without_gradient_and_hides_its_nan(case):
+@pytest.mark.parametrize("learned", [False, True], ids=["", "learned temperature"])
+def test_a_row_that_is_not_valid_is_zero_without_gradient_and_hides_its_nan(case, learned):
     tensors = case.tensors()
     _void(case, tensors, [2])
     expected = case.expected(to_arrays(tensors))
     for name in case.private:
         tensors[name] = tensors[name].clone()
         tensors[name][2] = torch.nan
-    leaves = watch(case, tensors)
+    leaves = watch(case, tensors, learned=learned)
     with torch.autograd.set_detect_anomaly(True):  # an error for a NaN that is hidden later, too
         value = case.function()(**tensors, **none(case))
         grads = gradients(weigh(value), leaves)
@@ -325,7 +322,7 @@ def test_too_few_rows_are_refused(case):
         if case.fewest_rows == 0 and case.impl != "tiles" and case.stem != "objective"
     ]
 )
-def test_an_empty_batch_gives_zero_with_a_graph(case):
+def test_an_empty_batch_gives_zero_with_a_graph_and_one_row_a_finite_gradient(case):
     alive(case.function()(**case.tensors(batch=3)))
     tensors = case.tensors(batch=0)
     leaves = watch(case, tensors)
@@ -333,6 +330,9 @@ def test_an_empty_batch_gives_zero_with_a_graph(case):
         value = case.function()(**tensors, **({"reduction": reduction} if reduction else {}))
         assert value.shape == ((0,) if reduction == "none" else ())
         assert_zero_with_a_graph(value, leaves)
+    tensors = case.tensors(batch=1)
+    leaves = watch(case, tensors)
+    assert all(x.isfinite().all() for x in gradients(case.function()(**tensors), leaves).values())
 
 
 # Precision ----------------------------------------------------------------------------------------
@@ -389,15 +389,6 @@ def test_mixed_dtypes_promote(case, high):
     )
     for leaf, gradient in gradients(value, leaves).items():
         assert gradient.dtype == leaves[leaf].dtype
-
-
-@contextmanager
-def default_dtype(dtype):
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 SETTINGS = {  # the dtype of the inputs, and what is switched on
@@ -656,7 +647,6 @@ def test_ids_may_have_any_integer_dtype(case, dtype):
 # Sparse activations -------------------------------------------------------------------------------
 
 SPARSE = [c for c in CASES if any(len(c.dims[name]) == 2 for name in c.those("csr"))]
-quiet = pytest.mark.filterwarnings("ignore:Sparse")  # what PyTorch says of every CSR tensor
 
 
 def at_entries(x: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
@@ -664,11 +654,11 @@ def at_entries(x: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
     return x[row, pattern.col_indices()]
 
 
-@quiet
 @over_reductions(SPARSE)
 def test_a_csr_tensor_has_the_value_and_at_its_entries_the_gradient_of_a_dense_one(case, reduction):
     options = {"reduction": reduction} if reduction else {}
-    dense, sparse = sparse_pair(case, case.tensors())
+    index = torch.int64 if reduction == "none" else torch.int32
+    dense, sparse = sparse_pair(case, case.tensors(), index)
     expected, value = (case.function()(**x, **options) for x in (dense, sparse))
     torch.testing.assert_close(value, alive(expected), rtol=1e-10, atol=1e-12)
     names = [n for n in case.those("csr") if sparse[n].layout == torch.sparse_csr]
@@ -682,7 +672,6 @@ def test_a_csr_tensor_has_the_value_and_at_its_entries_the_gradient_of_a_dense_o
         torch.testing.assert_close(found, at_entries(x, sparse[name]), rtol=1e-9, atol=1e-11)
 
 
-@quiet
 @over(SPARSE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_csr_tensor_of_any_dtype_loses_no_more_than_fp32_rounding(case, dtype):
@@ -692,7 +681,6 @@ def test_a_csr_tensor_of_any_dtype_loses_no_more_than_fp32_rounding(case, dtype)
     assert abs(value.item() - expected) <= rounding(case, expected)
 
 
-@quiet
 @pytest.mark.cpu_only
 @over([FIRST[stem] for stem, loss in LOSSES.items() if loss.those("csr")])
 def test_csr_that_is_no_matrix_of_activations_is_refused(case):
@@ -715,7 +703,6 @@ def test_csr_that_is_no_matrix_of_activations_is_refused(case):
     assert case.function()(**sparse).isnan()
 
 
-@quiet
 @over([c for c in FIRST.values() if not c.those("csr") and c.stem != "margin_mse"])
 def test_other_losses_refuse_csr_by_name(case):
     name = next(n for n, x in case.tensors().items() if x is not None and x.ndim == 2)
@@ -758,7 +745,8 @@ ABSENT = [c for c in CASES if c.name == "infinite" or "candidate_mask" in c.dims
 # InfoNCE's columns are its positives and negatives: tests/losses/test_info_nce.py.
 @over([case for case in ABSENT if case.stem != "info_nce"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_no_candidate_hides_its_nan_and_has_no_gradient(case, bad):
+@pytest.mark.parametrize("learned", [False, True], ids=["", "learned temperature"])
+def test_what_is_no_candidate_hides_its_nan_and_has_no_gradient(case, bad, learned):
     tensors = case.tensors()
     plain = alive(case.function()(**tensors))
     absent = _absent(case, tensors)
@@ -767,7 +755,7 @@ def test_what_is_no_candidate_hides_its_nan_and_has_no_gradient(case, bad):
         absent[name] = where.expand_as(tensors[name])
         tensors[name] = tensors[name].masked_fill(where, bad)
     assert any(where.any() for where in absent.values())
-    leaves = watch(case, tensors)
+    leaves = watch(case, tensors, learned=learned)
     value = case.function()(**tensors)
     torch.testing.assert_close(value, plain)
     for name, gradient in gradients(value, leaves).items():
@@ -779,12 +767,9 @@ def test_what_is_no_candidate_hides_its_nan_and_has_no_gradient(case, bad):
 # Derivatives --------------------------------------------------------------------------------------
 
 
-def _as_function(case: Case, tensors: dict, **options) -> tuple:
-    """The call as a function of what has a gradient, a temperature included; and that."""
-    leaves = watch(case, tensors)
-    if "temperature" in case.loss.hyperparameters:
-        number = case.kwargs.get("temperature", 3.0)
-        leaves["temperature"] = torch.tensor(number, dtype=torch.float64, requires_grad=True)
+def _as_function(case: Case, tensors: dict, *, learned: bool = True, **options) -> tuple:
+    """The call as a function of what has a gradient, and that."""
+    leaves = watch(case, tensors, learned=learned)
 
     def function(*values):
         return case.function()(**{**tensors, **dict(zip(leaves, values, strict=True))}, **options)
@@ -795,8 +780,10 @@ def _as_function(case: Case, tensors: dict, **options) -> tuple:
 @over(CASES)
 def test_gradcheck(case):
     # `auto` is slow for rows; test_every_implementation compares it entry by entry.
-    for options in ({}, none(case)) if case.impl == "auto" else (none(case),):
-        function, leaves = _as_function(case, case.tensors(), **options)
+    reductions = ({}, none(case)) if case.impl == "auto" else (none(case),)
+    of_temperature = {False, "temperature" in case.loss.hyperparameters}
+    for options, learned in itertools.product(reductions, of_temperature):
+        function, leaves = _as_function(case, case.tensors(), learned=learned, **options)
         assert torch.autograd.gradcheck(function, leaves, fast_mode=case.impl == "auto")
         value = weigh(function(*leaves))
         assert value.dtype == torch.float64
@@ -875,21 +862,16 @@ def test_a_vectorised_jacobian_is_the_jacobian(case):
 
 @over(CASES)
 def test_non_contiguous_inputs_are_the_same_inputs(case):
-    tensors = case.tensors()
-    plain = alive(case.function()(**tensors))
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        spread = torch.stack([tensor, torch.full_like(tensor, 1)], dim=-1)[..., 0]
-        assert not spread.is_contiguous()
-        tensors[name] = spread
+    plain, tensors = case.tensors(), _present(case)
+    for name, x in tensors.items():
+        tensors[name] = torch.stack([x, torch.full_like(x, 1)], dim=-1)[..., 0]
+        assert not tensors[name].is_contiguous()
     leaves = {name: tensors[name].requires_grad_() for name in case.differentiable}
-    value = case.function()(**tensors)
-    torch.testing.assert_close(value, plain, rtol=1e-12, atol=1e-14)
-    dense = case.tensors()
-    dense_leaves = watch(case, dense)
-    expected = gradients(case.function()(**dense), dense_leaves)
-    torch.testing.assert_close(gradients(value, leaves), expected, rtol=1e-10, atol=1e-12)
+    plain_leaves = watch(case, plain)
+    value, expected = case.function()(**plain | tensors), alive(case.function()(**plain))
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-14)
+    wanted = gradients(expected, plain_leaves)
+    torch.testing.assert_close(gradients(value, leaves), wanted, rtol=1e-10, atol=1e-12)
 
 
 # Masks, order, and learned temperatures -----------------------------------------------------------
@@ -900,7 +882,7 @@ def test_non_contiguous_inputs_are_the_same_inputs(case):
 def test_masks_are_bool_int_or_float_of_zero_and_one(case):
     tensors = case.tensors()
     plain = alive(case.function()(**tensors))
-    for dtype in (torch.bool, torch.int32, torch.int64, torch.float32):
+    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int64, torch.bfloat16, torch.float32):
         value = case.function()(**{**tensors, **{n: tensors[n].to(dtype) for n in case.masks}})
         assert value.dtype == torch.float64
         assert torch.equal(value, plain)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sparse_losses.functional import distillation_loss, margin_mse_loss
 from tests.cases import assert_follows_the_formula
-from tests.strategies import seeds
+from tests.strategies import draw, seeds
 
 
 @given(seeds, st.integers(0, 6), st.none() | st.integers(0, 3), st.booleans())
@@ -40,13 +40,9 @@ def test_the_negatives_and_their_mask_have_one_shape(student, teacher, mask, nam
         margin_mse_loss(*scores, candidate_mask=mask)
 
 
-def draw(seed):
-    return [torch.from_numpy(v) for v in np.random.default_rng(seed).normal(size=(4, 5))]
-
-
 @given(seeds, st.floats(-9, 9), st.floats(-9, 9))
 def test_it_sees_margins_only(seed, shift, other):
-    sp, sn, tp, tn = draw(seed)
+    sp, sn, tp, tn = draw(seed, 4, 5)
     moved = margin_mse_loss(sp + shift, sn + shift, tp + other, tn + other)
     torch.testing.assert_close(moved, margin_mse_loss(sp, sn, tp, tn))
     assert moved > 0
@@ -54,7 +50,7 @@ def test_it_sees_margins_only(seed, shift, other):
 
 @given(seeds, st.floats(0.1, 10.0))
 def test_it_is_quadratic_in_the_scale(seed, scale):
-    scores = draw(seed)
+    scores = draw(seed, 4, 5)
     loss = margin_mse_loss(*scores)
     assert loss > 0
     torch.testing.assert_close(margin_mse_loss(*(scale * v for v in scores)), scale**2 * loss)
@@ -62,14 +58,14 @@ def test_it_is_quadratic_in_the_scale(seed, scale):
 
 @given(seeds)
 def test_the_hot_limit_of_distillation_over_two_candidates_is_an_eighth_of_it(seed):
-    sp, sn, tp, tn = draw(seed)
+    sp, sn, tp, tn = draw(seed, 4, 5)
     student, teacher = torch.stack([sp, sn], dim=1), torch.stack([tp, tn], dim=1)
     hot = distillation_loss(student, teacher, temperature=1e3, alpha_kl=1.0, alpha_mse=0.0)
     assert 8 * hot.item() == pytest.approx(margin_mse_loss(sp, sn, tp, tn).item(), rel=1e-2)
 
 
 def test_plus_infinity_of_the_teacher_is_not_hidden():
-    sp, sn, tp, tn = draw(0)
+    sp, sn, tp, tn = draw(0, 4, 5)
     tp[0] = torch.inf
     assert margin_mse_loss(sp, sn, tp, tn) == torch.inf
 

@@ -69,7 +69,6 @@ def test_behind_a_relu_a_silent_text_has_a_gradient_through_its_logits_only():
 
 
 @pytest.mark.cpu_only
-@pytest.mark.filterwarnings("ignore:Sparse")
 def test_an_entry_below_zero_has_no_rank_among_the_zeros():
     with pytest.raises(ValueError, match=r"expected `activations` >= 0, got -2"):
         min_activation_loss(torch.tensor([[1.0, -2.0]]).to_sparse_csr(), top_k=1)

@@ -6,6 +6,7 @@ nothing cancels.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 
 import sparse_losses.functional as F
 from tests import cases
-from tests.cases import FIRST, to_arrays, to_tensors
-from tests.instruments import in_double, value_and_gradients
+from tests.cases import CASES, FIRST, B
+from tests.instruments import assert_keeps_digits, in_double, value_and_gradients
 from tests.strategies import MAGNITUDES, seeds
 
 HALF = (torch.float16, torch.bfloat16)
@@ -43,18 +44,6 @@ def odds(scores: torch.Tensor, temperature: float) -> torch.Tensor:
     return torch.log1p((gaps.exp() * others).sum(1))
 
 
-def compare(call, tensors, closed_form, tolerance) -> torch.Tensor:
-    """Compare value and gradients with the closed form on the same rounded inputs."""
-    loss, *gradients = value_and_gradients(call, *tensors)
-    reference, *expected = in_double(closed_form, *tensors)
-    assert reference.item() != 0
-    assert loss.item() == pytest.approx(reference.item(), rel=1e-5, abs=0)
-    for gradient, truth in zip(gradients, expected, strict=True):
-        assert truth.norm() > 0
-        assert (gradient.double() - truth).norm() <= tolerance * truth.norm()
-    return reference
-
-
 VARIANTS = {
     "plain": {},
     "identity_positive_mask": {"positive_mask": torch.eye(64)},
@@ -63,10 +52,9 @@ VARIANTS = {
     "symmetric_positive_mask": {"symmetric": True, "positive_mask": torch.eye(64)},
     "distinct_ids": {"positive_ids": torch.arange(64)},
 }
-over_variants = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 
 
-def cosine_odds(a, p, temperature, symmetric=False):
+def cosine_odds(a, p, temperature, symmetric=False, **_):
     scores = unit(a) @ unit(p).T
     rows = odds(scores, temperature)
     return (rows.mean() + odds(scores.T, temperature).mean()) / 2 if symmetric else rows.mean()
@@ -78,29 +66,22 @@ def _decoupled_odds(a, p, temperature):
     return -(scores.diagonal() - others.sum(1).log()).mean()
 
 
-def _nws(a, p, t, eps):
+def _nws(a, p, temperature, eps=0.0):
     labels = torch.eye(64, dtype=torch.long)
-    return F.nws_loss(a, labels, p, None, temperature=t, decoupled=False, eps=eps)
+    return F.nws_loss(a, labels, p, None, temperature=temperature, decoupled=False, eps=eps)
 
 
 EASY = {  # the loss, and its closed form
-    **{
-        name: (
-            lambda a, p, t, o=options: F.info_nce_loss(a, p, temperature=t, **o),
-            lambda a, p, t, o=options: cosine_odds(a, p, t, o.get("symmetric")),
-        )
-        for name, options in VARIANTS.items()
-    },
-    "decoupled": (
-        lambda a, p, t: F.info_nce_loss(a, p, temperature=t, decoupled=True),
-        _decoupled_odds,
-    ),
+    name: (partial(F.info_nce_loss, **options), partial(cosine_odds, **options))
+    for name, options in VARIANTS.items()
+} | {
+    "decoupled": (partial(F.info_nce_loss, decoupled=True), _decoupled_odds),
     "n_pair": (
-        lambda a, p, t: F.n_pair_loss(4 * a, 8 * p),
-        lambda a, p, t: odds(32 * a @ p.T, 1.0).mean(),
+        lambda a, p, temperature: F.n_pair_loss(4 * a, 8 * p),
+        lambda a, p, temperature: odds(32 * a @ p.T, 1.0).mean(),
     ),
-    "nws": (lambda a, p, t: _nws(a, p, t, 0.0), cosine_odds),
-    "nws_eps": (lambda a, p, t: _nws(a, p, t, 1e-30), cosine_odds),
+    "nws": (_nws, cosine_odds),
+    "nws_eps": (partial(_nws, eps=1e-30), cosine_odds),
 }
 
 
@@ -108,17 +89,17 @@ EASY = {  # the loss, and its closed form
 @pytest.mark.parametrize("name", EASY)
 @pytest.mark.parametrize(("cosine", "temperature"), [(0.3, 0.05), (0.7, 0.02)])
 def test_an_easy_row_keeps_its_digits(dtype, name, cosine, temperature):
-    both = [lambda a, p, f=f: f(a, p, temperature) for f in EASY[name]]
-    reference = compare(both[0], pairs(cosine, dtype), both[1], CLOSE[dtype])
+    loss, exact = (partial(f, temperature=temperature) for f in EASY[name])
+    digits = {"of_value": 1e-5, "of_gradients": CLOSE[dtype], "exact": exact}
+    reference = assert_keeps_digits(loss, *pairs(cosine, dtype), **digits)
     if name in VARIANTS and cosine == 0.7:
         assert reference < 1e-9  # far below what `softmax - onehot` can hold
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
-@over_variants
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 def test_a_hard_row_at_a_low_temperature_keeps_its_loss_and_gradient(dtype, options):
     a, p = pairs(0.9, dtype)
-    p = p.roll(1, 0)  # the hardest negative leads by 90 temperatures
 
     def closed_form(a, p):
         scores = unit(a) @ unit(p).T / 0.01
@@ -126,10 +107,10 @@ def test_a_hard_row_at_a_low_temperature_keeps_its_loss_and_gradient(dtype, opti
         cross_entropy = torch.nn.functional.cross_entropy
         return sum(cross_entropy(side, torch.arange(64)) for side in sides) / len(sides)
 
-    def loss(a, p):
-        return F.info_nce_loss(a, p, temperature=0.01, **options)
-
-    assert 80 < compare(loss, (a, p), closed_form, 5e-3).item() < 100
+    loss = partial(F.info_nce_loss, temperature=0.01, **options)
+    digits = {"of_value": 1e-5, "of_gradients": 5e-3, "exact": closed_form}
+    # The hardest negative leads by 90 temperatures.
+    assert 80 < assert_keeps_digits(loss, a, p.roll(1, 0), **digits) < 100
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
@@ -142,12 +123,8 @@ def test_large_scores_that_differ_little_keep_their_digits(size, spread, positiv
     mask = torch.eye(8, 16, dtype=torch.bool)
     for shift in range(1, positives):
         mask |= mask.roll(3 * shift, 1)
-    (value, gradient), (expected, wanted) = (
-        f(lambda scores: F.info_nce_from_scores(scores, mask, decoupled=decoupled), scores)
-        for f in (value_and_gradients, in_double)
-    )
-    assert value.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
-    assert (gradient.double() - wanted).norm() <= 1e-6 * wanted.norm()
+    call = partial(F.info_nce_from_scores, positive_mask=mask, decoupled=decoupled)
+    assert_keeps_digits(call, scores, of_value=1e-6, of_gradients=1e-6, absolute=1e-6)
 
 
 @pytest.mark.parametrize("impl", ["definition", "direct", "blocks", "nonzeros"])
@@ -166,38 +143,23 @@ def test_a_batch_of_equal_vectors_has_the_value_and_gradient_of_equal_scores(
         assert gradient.abs().max() <= 1e-7 / temperature
 
 
-EYE = torch.eye(8, dtype=torch.long)
-SOFTMAX_LOSSES = {
-    "info_nce": F.info_nce_loss,
-    "symmetric": lambda a, p, **t: F.info_nce_loss(a, p, symmetric=True, **t),
-    "definition": lambda a, p, **t: F.info_nce_loss(a, p, impl="definition", **t),
-    "decoupled": lambda a, p, **t: F.info_nce_loss(a, p, decoupled=True, **t),
-    "positives": lambda a, p, **t: F.info_nce_loss(a, p, positive_mask=EYE + EYE.roll(1, 0), **t),
-    "nws": lambda a, p, **t: F.nws_loss(a, EYE, p, None, **t),
-    "nws_softmax": lambda a, p, **t: F.nws_loss(a, EYE, p, None, decoupled=False, **t),
-    "nws_keys": lambda a, p, **t: F.nws_loss(
-        a, EYE, p, EYE.float(), key=p.flip(0), key_labels=EYE, **t
-    ),
-}
+TEMPERED = [case for case in CASES if "temperature" in case.loss.hyperparameters]
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e4])
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
-@pytest.mark.parametrize("name", SOFTMAX_LOSSES)
-def test_extreme_temperatures_stay_finite_and_close(dtype, temperature, name):
-    def call(a, p):
-        return SOFTMAX_LOSSES[name](a, p, temperature=temperature)
+@pytest.mark.parametrize("case", TEMPERED, ids=lambda case: case.id)
+def test_extreme_temperatures_stay_finite_and_close(dtype, temperature, case):
+    tensors = case.tensors(dtype=dtype)
+    leaves = {name: tensors.pop(name) for name in case.differentiable}
 
-    both = pairs(0.5, dtype, rows=8, width=16)
-    (loss, *gradients), (exact, *expected) = (
-        value_and_gradients(call, *both),
-        in_double(call, *both),
-    )
-    assert loss.item() == pytest.approx(exact.item(), rel=1e-3, abs=1e-3)
-    for gradient, truth in zip(gradients, expected, strict=True):
-        assert truth.any()
-        # 1e-4 turns a rounding of 1e-7 in a cosine into 1e-3 of a logit
-        assert (gradient.double() - truth).norm() <= 2e-2 * truth.norm() + 1e-6
+    def call(*values):
+        values = dict(zip(leaves, values, strict=True))
+        return case.function()(**tensors | values, temperature=temperature)
+
+    # 1e-4 turns a rounding of 1e-7 in a cosine into 1e-3 of a logit
+    digits = {"of_value": 1e-3, "of_gradients": 2e-2, "absolute": 1e-6}
+    assert_keeps_digits(call, *leaves.values(), **digits)
 
 
 LARGE = [stem for stem, case in FIRST.items() if case.loss.those("csr")]
@@ -212,9 +174,12 @@ def test_large_vocabularies_stay_finite_and_close(stem, dtype, monkeypatch):
     monkeypatch.setattr(cases, "V", 250_002)
     monkeypatch.setattr(cases, "D", 250_002)
     tensors = case.tensors(dtype=dtype)
-    x, exact = tensors.pop(leaf), to_tensors(to_arrays(tensors))
-    loss, gradient = value_and_gradients(lambda x: case.function()(**tensors, **{leaf: x}), x)
-    reference, truth = in_double(lambda x: case.function()(**exact, **{leaf: x}), x)
+
+    def call(x):
+        return case.function()(**tensors | {leaf: x})
+
+    loss, gradient = value_and_gradients(call, tensors[leaf])
+    reference, truth = in_double(call, tensors[leaf])
     assert reference != 0
     # The difference of two fp32 sums of 250,000 products keeps fewer digits than each.
     assert loss.item() == pytest.approx(reference.item(), rel=1e-3 if stem == "n_pair" else 1e-4)
@@ -225,33 +190,20 @@ def test_large_vocabularies_stay_finite_and_close(stem, dtype, monkeypatch):
     assert is_tiny or error <= 2 * torch.finfo(dtype).eps + 1e-4
 
 
-EASY_TOKEN = {  # of a row of a token and another
-    "self_reconstruction": (F.self_reconstruction_loss, math.log1p(math.exp(-30.0)), 0.5),
-    "positive_activation": (
-        lambda *x: F.positive_activation_loss(*x, saturating=True),
-        math.exp(-30.0),
-        0.0,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", EASY_TOKEN)
-def test_an_easy_token_keeps_its_digits(name):
-    call, expected, other = EASY_TOKEN[name]
+@pytest.mark.parametrize(
+    ("call", "expected", "other"),  # of a row of a token and another
+    [
+        (F.self_reconstruction_loss, math.log1p(math.exp(-30.0)), 0.5),
+        (partial(F.positive_activation_loss, saturating=True), math.exp(-30.0), 0.0),
+    ],
+)
+def test_an_easy_token_keeps_its_digits(call, expected, other):
     loss, gradient = value_and_gradients(
         lambda x: call(x, torch.tensor([[0]]), torch.ones(1, 1)), torch.tensor([[30.0, -30.0]])
     )
     assert loss.item() == pytest.approx(expected, rel=1e-5, abs=0)
     slopes = [-expected * (1 - other), expected * other]
     assert gradient.tolist()[0] == pytest.approx(slopes, rel=1e-4, abs=0)
-
-
-def test_equal_positives_with_large_scores_keep_the_digits_of_their_loss():
-    """``(top - score) + excess``: the other order rounds ``excess`` to the digits of the score."""
-    scores = torch.tensor([[-65504.0, -65504.0, -1e9]])
-    positive = torch.tensor([[True, True, False]])
-    loss = F.info_nce_from_scores(scores, positive)
-    assert loss.item() == pytest.approx(math.log(2), rel=1e-6)
 
 
 def test_the_temperature_has_a_gradient_beside_a_row_that_is_nearly_nothing():
@@ -267,32 +219,37 @@ def test_the_temperature_has_a_gradient_beside_a_row_that_is_nearly_nothing():
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=0)
 
 
-# Cosines and standardised scores do not see a magnitude; temperatures are those of the table.
+# Cosines do not see a magnitude; temperatures are those of the table.
 ANY_MAGNITUDE = {
-    "info_nce": ("anchor", "positive"),
     "triplet_margin": ("anchor", "positive", "negative"),
     "nws": ("query", "prototype"),
     "positive_activation": ("activations",),
 }
+IMPLS = ("definition", *FIRST["info_nce"].implementations)
+ANY_MAGNITUDE |= {f"info_nce {impl}": ("anchor", "positive") for impl in IMPLS}
 
 
-@pytest.mark.parametrize("stem", ANY_MAGNITUDE)
+@pytest.mark.parametrize("name", ANY_MAGNITUDE)
 @given(seed=seeds, data=st.data())
-def test_any_magnitude_in_fp32_is_as_in_fp64(stem, seed, data):
-    case, names = FIRST[stem], ANY_MAGNITUDE[stem]
-    tensors = to_tensors(case.arrays(seed=seed), torch.float32)
-    some = [tensors[name] * data.draw(st.sampled_from(MAGNITUDES), label=name) for name in names]
+def test_rows_of_any_magnitude_in_fp32_are_as_in_fp64(name, seed, data):
+    names, (stem, *impl) = ANY_MAGNITUDE[name], name.split()
+    case = FIRST[stem]
+    tensors = case.tensors(seed=seed, dtype=torch.float32)
+    some = []
+    for each in names:
+        scales = st.lists(st.sampled_from((0.0, *MAGNITUDES)), min_size=B, max_size=B)
+        some.append(tensors[each] * torch.tensor(data.draw(scales, label=each))[:, None])
     if stem == "positive_activation":  # whose sum may cancel
         some[0] = some[0].abs()
 
     def call(*some):
-        return case.function()(**tensors | dict(zip(names, some, strict=True)))
+        some = [x.to_sparse_csr() for x in some] if impl == ["nonzeros"] else some
+        options = dict(zip(names, some, strict=True)) | ({"impl": impl[0]} if impl else {})
+        return case.function()(**tensors | options)
 
-    (value, *gradients), (expected, *wanted) = (
-        value_and_gradients(call, *some),
-        in_double(call, *some),
-    )
+    value, *gradients = value_and_gradients(call, *some)
+    expected, *wanted = in_double(call, *some)
     torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)
-    for name, gradient, truth in zip(names, gradients, wanted, strict=True):
+    for each, gradient, truth in zip(names, gradients, wanted, strict=True):
         size = truth.abs().amax(-1, keepdim=True)  # what a row's sums are made of
-        assert ((gradient.double() - truth).abs() <= 1e-4 * size + 1e-37).all(), name
+        assert ((gradient.double() - truth).abs() <= 1e-4 * size + 1e-37).all(), each

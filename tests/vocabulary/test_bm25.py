@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_losses import bm25_scores
+from tests.instruments import default_dtype
 
 V = 7
 IDF = torch.linspace(0.25, 4.0, V, dtype=torch.float64)
@@ -93,11 +94,8 @@ def test_empty_query_or_document_scores_zero(query, document):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_result_is_float32_without_gradient_whatever_the_default_dtype(dtype):
     ids, idf = torch.tensor([[1, 2, 3]]), IDF.to(dtype).requires_grad_()
-    try:
-        torch.set_default_dtype(dtype)
+    with default_dtype(dtype):
         got = bm25_scores(ids, ids > 0, ids, ids > 0, idf, mean_length=3)
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert (got.dtype, got.requires_grad) == (torch.float32, False)
     assert got.item() == pytest.approx(idf.detach().double()[1:4].sum().item(), rel=1e-6)
 

@@ -26,12 +26,6 @@ WORDS = {
 }
 
 
-def kept(vocabulary, *scripts, **options):
-    """The tokens kept of a plain list."""
-    ids = language_token_ids(vocabulary, scripts, **options).tolist()
-    return [vocabulary[index] for index in ids]
-
-
 # The byte-level alphabet: printable bytes are themselves, the others follow from U+0100 on.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
@@ -76,24 +70,6 @@ def test_without_common_all_characters_must_be_of_a_named_script(kind):
     assert ids.tolist() == [6, 7, 12, 13, 14, 15]
 
 
-@pytest.mark.parametrize("mark", ["▁", "##", "Ġ"])
-def test_a_mark_alone_is_whitespace_and_counts_as_common(mark):
-    vocabulary = [mark, mark + "a", mark + "b", "", "c"]
-    assert language_token_ids(vocabulary).tolist() == [0, 1, 2, 3, 4]
-    assert language_token_ids(vocabulary, allow_common=False).tolist() == [1, 2, 4]
-
-
-def test_unassigned_and_private_characters_have_no_script():
-    assert kept(["a\ue000", "\U0010ffff", "\u0378", "a"], "Latin") == ["a"]
-    assert kept(["\ud800", "a"], "Latin") == ["a"]
-
-
-def test_mark_of_another_kind_is_a_letter():
-    # Maltese writes Ġ, and a hash is a character where no token is marked with two.
-    assert kept(["▁Ġenn", "▁a", "Ġ", "##x"], "Latin") == ["▁Ġenn", "▁a", "Ġ", "##x"]
-    assert kept(["▁a", "▁b", "##x"], "Latin", allow_common=False) == ["▁a", "▁b"]
-
-
 @pytest.mark.parametrize(
     ("data", "by_default", "without_common"),
     [
@@ -115,21 +91,34 @@ def test_bytes_count_by_their_whole_characters_and_parts_are_common(
     assert (2 in language_token_ids(vocabulary, allow_common=False)) == without_common
 
 
-def test_byte_fallback_counts_as_its_byte():
-    for byte, allowed in (("<0x61>", True), ("<0x37>", False), ("<0xEC>", False)):
-        assert (byte in kept(["▁a", byte], "Latin", allow_common=False)) == allowed
+KEPT = {  # the scripts, a vocabulary, and what is kept of it, also where Common is not allowed
+    "a mark alone is whitespace: ▁": ("Latin", ["▁", "▁a", "", "c"], [0, 1, 2, 3], [1, 3]),
+    "a mark alone is whitespace: ##": ("Latin", ["##", "##a", "", "c"], [0, 1, 2, 3], [1, 3]),
+    "a mark alone is whitespace: Ġ": ("Latin", ["Ġ", "Ġa", "", "c"], [0, 1, 2, 3], [1, 3]),
+    "Maltese writes Ġ": ("Latin", ["▁Ġenn", "▁a", "Ġ"], [0, 1, 2], [0, 1, 2]),
+    "a hash where few are marked with two": ("Latin", ["▁a", "▁b", "##x"], [0, 1, 2], [0, 1]),
+    "private and unassigned": ("Latin", ["a\ue000", "\U0010ffff", "\u0378", "a"], [3], [3]),
+    "a surrogate": ("Latin", ["\ud800", "a"], [1], [1]),
+    "fallback bytes": ("Latin", ["▁a", "<0x61>", "<0x37>", "<0xEC>"], [0, 1, 2, 3], [0, 1]),
+    "ids with holes": (("Hangul", "Latin"), {"▁b": 9, "▁가": 4, "▁я": 7, "b": 9}, [4, 9], [4, 9]),
+    "nothing": ("Latin", [], [], []),
+}
 
 
-def test_ids_may_have_holes_and_repeat():
-    assert language_token_ids({"▁b": 9, "▁가": 4, "▁я": 7, "b": 9}).tolist() == [4, 9]
-    assert language_token_ids([]).dtype == language_token_ids({}).dtype == torch.int64
+@pytest.mark.parametrize(("scripts", "tokens", "kept", "without_common"), KEPT.values(), ids=KEPT)
+def test_marks_and_characters_without_a_script(scripts, tokens, kept, without_common):
+    scripts = [scripts] if isinstance(scripts, str) else scripts
+    assert language_token_ids(tokens, scripts).tolist() == kept
+    found = language_token_ids(tokens, scripts, allow_common=False)
+    assert found.tolist() == without_common
+    assert found.dtype == torch.int64
 
 
 def test_byte_level_is_known_by_its_alphabet_where_nothing_is_marked():
     alphabet = [spell_bytes([byte]) for byte in range(256) if byte != 0x20]
     assert spell_bytes(b" ") == "Ġ"
     vocabulary = [*alphabet, "Ġ", "##", "###", spell_bytes("서울".encode())]
-    assert kept(vocabulary, "Hangul", allow_common=False)[-1] == vocabulary[-1]
+    assert language_token_ids(vocabulary, ["Hangul"], allow_common=False)[-1] == 258
 
 
 def test_added_tokens_are_kept_by_their_text_and_special_ones_are_not():
