@@ -3,24 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.run.launches import Launches
 from sparse_losses.functional import splade_head
 
 BATCH, LENGTH, WIDTH, VOCAB = 3, 70, 24, 700
 
 
-class Products(TorchDispatchMode):
-    """Collects the dtypes of matrix products."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = set()
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
-            self.dtypes.add(args[0].dtype)
-        return operator(*args, **kwargs or {})
+def formula(tensors: dict) -> torch.Tensor:
+    """The definition in fp64."""
+    exact = {name: None if x is None else x.double() for name, x in tensors.items()}
+    return splade_head(**exact, impl="definition")
 
 
 def texts(kind: str, seed: int = 0) -> dict:
@@ -54,22 +47,19 @@ KINDS = ["plain", "near ties", "misleading", "long and short states", "huge", "t
 @pytest.mark.parametrize("kind", KINDS)
 def test_activations_are_those_of_fp32_though_products_are_in_bf16(kind, layout):
     tensors = texts(kind)
-    with Products() as products:
+    with Launches("cpu") as seen:
         actual = splade_head(**tensors, layout=layout, impl="packed")
     if layout == torch.sparse_csr:
         assert (actual.values() > 0).all()
         # Where they are dense, an operator of its own hides its products.
-        assert torch.bfloat16 in products.dtypes
-        assert kind == "tiny" or torch.float32 not in products.dtypes
-    hidden, weight, bias, mask, gate = (
-        None if x is None else x.double().numpy() for x in tensors.values()
-    )
+        assert torch.bfloat16 in seen.flops
+        assert kind == "tiny" or torch.float32 not in seen.flops
+    tensors["gate"] = torch.ones(BATCH, VOCAB) if tensors["gate"] is None else tensors["gate"]
+    hidden, weight, bias, mask, gate = (x.double().numpy() for x in tensors.values())
     expected, size = np.zeros((2, BATCH, VOCAB))
     for i, j in np.ndindex(BATCH, VOCAB):
         terms = hidden[i][mask[i] > 0] * weight[j]
-        expected[i, j] = max(terms.sum(1).max() + bias[j], 0.0) * (
-            1 if gate is None else gate[i, j]
-        )
+        expected[i, j] = gate[i, j] * max(terms.sum(1).max() + bias[j], 0.0)
         size[i, j] = np.abs(terms).sum(1).max() + abs(bias[j])
     assert 0.005 < (expected > 0).mean() < 0.05
     actual = actual.to_dense().double().numpy()
@@ -84,26 +74,23 @@ def test_gradient_goes_to_the_position_of_the_maximum(kind):
     out = splade_head(**tensors, impl="packed")
     upstream = torch.randn(BATCH, VOCAB, generator=torch.Generator().manual_seed(1))
     (out * upstream).sum().backward()
-    exact = {name: None if x is None else x.detach().double() for name, x in tensors.items()}
-    expected = exact["hidden"].requires_grad_()
-    (splade_head(**exact, impl="definition") * upstream).sum().backward()
-    torch.testing.assert_close(hidden.grad.double(), expected.grad, rtol=2**-8, atol=1e-4)
+    exact = hidden.detach().double().requires_grad_()
+    (formula(tensors | {"hidden": exact}) * upstream).sum().backward()
+    torch.testing.assert_close(hidden.grad.double(), exact.grad, rtol=2**-8, atol=1e-4)
 
 
 def test_many_active_entries_short_texts_and_fp32_are_multiplied_in_fp32():
     tensors = texts("plain")
-    many = tensors | {"bias": torch.zeros(VOCAB)}
     short = {**tensors, "hidden": tensors["hidden"][:, :40], "attention_mask": None}
     for arguments, dtypes in (
-        (many, {torch.bfloat16, torch.float32}),  # the first tile finds too many
+        (tensors | {"bias": torch.zeros(VOCAB)}, {torch.bfloat16, torch.float32}),  # many active
         (short, {torch.float32}),
         (tensors | {"hidden": tensors["hidden"].float()}, {torch.float32}),
     ):
-        with Products() as products:
+        with Launches("cpu") as seen:
             actual = splade_head(**arguments, layout=torch.sparse_csr, impl="packed")
-        assert products.dtypes == dtypes
-        double = {name: None if x is None else x.double() for name, x in arguments.items()}
-        expected = splade_head(**double, impl="definition").float()
+        assert {*seen.flops} == dtypes
+        expected = formula(arguments).float()
         torch.testing.assert_close(actual.to_dense(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -113,6 +100,5 @@ def test_nan_and_infinity_show_where_they_belong(name, value):
     tensors = texts("plain")
     tensors[name].view(-1)[5] = value
     actual = splade_head(**tensors, impl="packed")
-    double = {key: None if x is None else x.double() for key, x in tensors.items()}
-    expected = splade_head(**double, impl="definition").float()
+    expected = formula(tensors).float()
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)

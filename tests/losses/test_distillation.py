@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from sparse_losses.functional import distillation_loss
-from tests.cases import assert_follows_the_formula
+from tests.cases import assert_follows_the_formula, to_tensors
 from tests.instruments import assert_keeps_digits, in_double, value_and_gradients
 from tests.strategies import draw, score_problems, seeds
 
@@ -46,6 +46,20 @@ def test_it_is_zero_if_the_scores_agree_up_to_a_shift(seed, shift, standardize):
         assert both == pytest.approx(0.0, abs=1e-12)
     elif abs(shift) > 0.1:
         assert both > 1e-6
+
+
+@given(score_problems())
+def test_the_gradient_of_the_forward_pass_is_that_of_the_formula(problem):
+    """A learned temperature leaves the gradient to autograd."""
+    arrays, options = problem
+    tensors = to_tensors(arrays)
+    s, temperature = tensors.pop("student_scores"), torch.tensor(options["temperature"])
+    options["temperature"] = temperature.item()
+    own, (_, *by_formula) = (
+        value_and_gradients(lambda s, o=o: distillation_loss(s, **tensors, **o), s)
+        for o in (options, options | {"temperature": temperature.requires_grad_()})
+    )
+    torch.testing.assert_close(own[1:], by_formula, rtol=1e-9, atol=1e-9)
 
 
 @modes
