@@ -58,10 +58,12 @@ def test_it_is_symmetric_sees_no_shift_and_no_larger_margin_lowers_it(seed, marg
 def test_at_distance_zero_the_gradient_is_exactly_zero(same, dtype):
     x = torch.tensor([[[1.0, 2], [0, 0], [0.5, 0]], [[1, 2], [0, 0], [0, 0]]], dtype=dtype)
     leaves = [each.clone().requires_grad_() for each in x]
-    options = {"margin": 2.0, "reduction": "none"}
-    rows = pairwise_contrastive_loss(*leaves, torch.tensor([same] * 3), **options)
+    label, options = torch.tensor([same] * 3), {"margin": 2.0, "reduction": "none"}
+    rows = pairwise_contrastive_loss(*leaves, label, **options)
     assert rows.tolist() == pytest.approx([0.0, 0.0, 0.25] if same else [4.0, 4.0, 2.25])
-    for gradient in torch.autograd.grad(rows.sum(), leaves):
+    total = lambda *sides: pairwise_contrastive_loss(*sides, label, **options).sum()  # noqa: E731
+    by_definition = torch.func.grad(total, (0, 1))(*x)
+    for gradient in (*torch.autograd.grad(rows.sum(), leaves), *by_definition):
         assert not gradient[:2].any()
         assert gradient[2].isfinite().all()
         assert gradient[2].any()

@@ -149,8 +149,7 @@ def test_a_row_with_a_nan_is_neither_live_nor_dead(layout):
     diagnostics = _diagnostics()
     diagnostics.update(LAYOUTS[layout](x))
     report = diagnostics.report()
-    names = ("texts", "dead_rows", "active_dimensions")
-    assert [report[name] for name in names] == [4.0, 0.25, 3.0]
+    assert [report[x] for x in ("texts", "dead_rows", "active_dimensions")] == [4.0, 0.25, 3.0]
     assert math.isnan(report["flops"])
     assert math.isnan(report["mean_activation"])
 
