@@ -93,8 +93,9 @@ def _check_layout(name: str, tensor: Tensor, remarks: frozenset[str]) -> None:
             f"expected `{name}` to be dense, got a nested tensor: pad it, with "
             "`torch.nested.to_padded_tensor`, and give a mask"
         )
-    if tensor.layout not in (torch.strided, torch.sparse_csr if "csr" in remarks else None):
-        either = "dense or torch.sparse_csr" if "csr" in remarks else "dense"
+    is_matrix = tensor.layout == torch.sparse_csr and tensor.ndim == 2
+    if tensor.layout != torch.strided and not ("csr" in remarks and is_matrix):
+        either = "dense or a matrix in torch.sparse_csr" if "csr" in remarks else "dense"
         raise TypeError(f"expected `{name}` to be {either}, got {tensor.layout}")
 
 

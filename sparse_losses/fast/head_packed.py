@@ -4,10 +4,14 @@ The vocabulary is processed in tiles. A tile's scores ``[T, n]`` with the ``n`` 
 reduced to one maximum per text before the next tile. Only active entries then need the arg-max.
 Their number depends on the data, which costs a sync on an accelerator.
 
-Hidden states in bf16, as autocast makes them, are multiplied in bf16. A bound on the rounding tells
-which entries may be active and where their maxima may be: those scores are computed again in fp32.
+Hidden states in bf16, as autocast makes them, are multiplied in bf16 if that is faster. A bound on
+the rounding tells which entries may be active and where their maxima may be: those scores are
+computed again in fp32.
 """
 
+import functools
+import itertools
+import timeit
 from typing import NamedTuple
 
 import torch
@@ -16,11 +20,11 @@ from torch import Tensor
 from sparse_losses.fast.head_entries import Entries, Inputs, is_active
 
 SCORES = 6 << 20  # maximal number of scores in a tile
-# Measured: products in bf16 pay from so many positions per text on, and so many scores per entry.
-MIN_POSITIONS, MIN_SCORES = 64, 512
-# Error of a bf16 product over the product of the norms: 2 ** -9 for rounding a row of the weight,
-# as much for rounding the result, and half of that sum for adding up in fp32.
-ROUNDING = 1.5 * 2**-8
+MIN_POSITIONS = 64  # per text, from which on products in bf16 pay
+SCORES_OF_A_DOT = 100  # of a product in fp32 that take as long as one score computed by itself
+# Error of a bf16 product over the product of the norms: 2 ** -8 for rounding a row of the weight,
+# as much for rounding the result, and half as much for the sum in fp32.
+ROUNDING = 2.5 * 2**-8
 
 
 class _Packed(NamedTuple):
@@ -64,12 +68,15 @@ def packed_entries(inputs: Inputs, keep_all: bool = False) -> Entries:
     states, nothing = halves.to(dtype), packed.token[:0].int()
     found = [Entries(nothing, nothing, states.new_empty(0))]
     is_bf16 = halves.dtype == torch.bfloat16 and dtype == torch.float32 and not keep_all
-    screens = is_bf16 and len(halves) >= MIN_POSITIONS * len(packed.row) > 0
-    norm = _maxima(_norms(states)[None], packed)[1] if screens else None
-    start, height = len(weight) if not packed.groups else 0, _tile_height(len(states), len(weight))
+    screens = is_bf16 and halves.is_cpu and len(halves) >= MIN_POSITIONS * len(packed.row) > 0
+    norm = _maxima(_norms(states)[None], packed)[1] if screens and bf16_is_faster() else None
+    height = _tile_height(len(states), len(weight))
     buffer = states.new_empty(height, len(states))
-    while start < len(weight):
-        part = slice(start, start + height)
+    bounds = [*range(0, len(weight) if packed.groups else 0, height), len(weight)]
+    if norm is not None:  # a small tile tells whether they pay
+        bounds.insert(1, height // 8)
+    for start, stop in itertools.pairwise(bounds):
+        part = slice(start, stop)
         rows, biases = weight[part].to(dtype), None if bias is None else bias[part, None]
         gates = None if gate is None else gate[:, part].T[:, packed.row]
         scores = buffer[: len(rows)]
@@ -78,29 +85,37 @@ def packed_entries(inputs: Inputs, keep_all: bool = False) -> Entries:
         else:  # copied, as maxima of bf16 are slow
             scores.copy_(torch.mm(rows.to(halves.dtype), halves.T))
         views, logit = _maxima(scores, packed)
-        lowest = logit
+        lowest, work = logit, 0.0
         if norm is not None:
             error = ROUNDING * _norms(rows)[:, None] * norm
             lowest, logit = logit - 2 * error, logit + error  # a maximum's score, and its bound
         logit = logit if biases is None else logit + biases
         is_kept = is_active(logit, gates) | keep_all
-        if norm is not None and int(is_kept.sum()) * MIN_SCORES > scores.numel():
-            norm = None  # for this tile and all others, which have as many
-            continue
         for view, (first_text, stop, first, size) in zip(views, packed.groups, strict=True):
             column, text = is_kept[:, first_text:stop].nonzero(as_tuple=True)
-            table, token, text = view[column, text], first + text * size, text + first_text
+            table, place, text = view[column, text], text * size, text + first_text
             value = logit[column, text]
             if norm is not None:
-                table = _again(table, lowest[column, text, None], rows, column, states, token)
+                near = ~(table < lowest[column, text, None])  # or NaN
+                work += near.numel() / 4 + SCORES_OF_A_DOT * int(near.sum())
+                table = _again(near, rows, column, states[first : first + view[0].numel()], place)
                 value = table.amax(-1) if biases is None else table.amax(-1) + biases[column, 0]
                 active = is_active(value, None if gates is None else gates[column, text])
-                table, token, column, value = (x[active] for x in (table, token, column, value))
+                table, place, column, value = (x[active] for x in (table, place, column, value))
             # argmax returns the first of equal maxima.
-            token = packed.token[table.argmax(-1) + token]
+            token = packed.token[table.argmax(-1) + (first + place)]
             found.append(Entries((column + start).int(), token.int(), value))
-        start += height
+        norm = None if work > scores.numel() / 2 else norm  # other tiles have as many
     return Entries(*map(torch.cat, zip(*found, strict=True)))
+
+
+@functools.cache
+def bf16_is_faster() -> bool:
+    """Whether this CPU multiplies bf16 faster than fp32: many emulate it, only a trial tells."""
+    x = torch.ones(512, 512, dtype=torch.float32, device="cpu")
+    trials = [functools.partial(torch.mm, each, each) for each in (x.bfloat16(), x)]
+    half, single = (min(timeit.repeat(trial, number=1, repeat=5)) for trial in trials)
+    return half < single
 
 
 def _maxima(scores: Tensor, packed: _Packed) -> tuple[list[Tensor], Tensor]:
@@ -112,14 +127,14 @@ def _maxima(scores: Tensor, packed: _Packed) -> tuple[list[Tensor], Tensor]:
     return views, torch.cat([view.amax(-1) for view in views], dim=1)
 
 
-def _again(
-    scores: Tensor, lowest: Tensor, rows: Tensor, row: Tensor, states: Tensor, token: Tensor
-) -> Tensor:
-    """Return scores ``[m, tokens]`` of rows with states from ``token`` on, -inf where too low."""
-    entry, place = (~(scores < lowest)).nonzero(as_tuple=True)  # with those that are NaN
-    pairs = zip(*(torch.split(x, 4096) for x in (row[entry], token[entry] + place)), strict=True)
+def _again(near: Tensor, rows: Tensor, row: Tensor, states: Tensor, first: Tensor) -> Tensor:
+    """Return ``[m, tokens]``: scores of rows with states from ``first`` on, -inf where not near."""
+    entry, place = near.nonzero(as_tuple=True)
+    if SCORES_OF_A_DOT * len(entry) > len(rows) * len(states):
+        return (rows @ states.T).view(len(rows), -1, near.shape[1])[row, first // near.shape[1]]
+    pairs = zip(*(torch.split(x, 4096) for x in (row[entry], first[entry] + place)), strict=True)
     dots = [(rows[i] * states[j]).sum(1) for i, j in pairs]  # in parts that stay in cache
-    exact = states.new_full(scores.shape, -torch.inf)
+    exact = states.new_full(near.shape, -torch.inf)
     exact[entry, place] = torch.cat([exact.new_empty(0), *dots])
     return exact
 

@@ -369,9 +369,9 @@ class SpladeHead(LossModule):
 
     def follow(self, model: Any, again: str) -> None:
         """Take the model's projection; raise unless it has the layers ``from_masked_lm`` found."""
-        layer = projection_of(model)
+        layer, (linear, size) = projection_of(model), self._linear
         places = all(getattr(owner, name) is layer for owner, name, layer in self._places)
-        if not places or self._linear != (layer, len(layer.weight)):
+        if not places or layer != linear or len(layer.weight) != size:
             raise RuntimeError(
                 f"expected the layers that the head was made of, got others: {again} after "
                 "resizing embeddings, and after adding or removing adapters in them"

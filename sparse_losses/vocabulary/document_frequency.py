@@ -175,7 +175,7 @@ class DocumentFrequency:
                 if df.dtype != torch.int64 or df.shape != (counter.vocab_size,):
                     raise ValueError(f"its `df` is of {df.dtype} {list(df.shape)}")
                 most = math.inf if counter.num_tokens is None else counter.num_tokens
-                if df.min() < 0 or df.max() > counter.num_documents or df.sum() > most:
+                if df.min() < 0 or df.max() > numbers["num_documents"] or df.sum() > most:
                     raise ValueError(f"its `df` is not of {counter.num_documents} documents")
             except Exception as error:  # a damaged archive fails in many ways
                 raise ValueError(f"{path} is not a DocumentFrequency file: {error}") from error

@@ -27,8 +27,8 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
     - InfoNCE and N-pair share all negatives among the anchors. A ``SpladeObjective`` shares those
       of one column; of several, an anchor has only its own, as in the other losses.
     - ``labels`` are a teacher's scores ``[B, 1 + n]``; for MarginMSE alone also margins ``[B, n]``;
-      for pairwise contrastive 0/1 ``[B]``; for NWS multi-hot ``[B, L]``; for InfoNCE and triplet
-      margin ids, with ``labels_are_ids``.
+      for pairwise contrastive 0/1 ``[B]``; for InfoNCE and triplet margin ids, with
+      ``labels_are_ids``.
     - A negative is left out if its id is that of the row's positive; and of distillation, RankNet
       and MarginMSE if its score is ``-inf``.
     - Distillation, RankNet and MarginMSE alone compare dot products. To distil a bi-encoder's
@@ -44,7 +44,6 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
             function of queries and documents, dicts of ``input_ids``, ``attention_mask`` and, after
             ``keep_texts(trainer)``, ``texts``, that returns their scores ``[Q, D]``. It scores all
             candidates of a batch in the place of ``labels``, and is not trained.
-        prototype: prototypes ``[L, F]`` of NWS; an ``nn.Parameter`` is learned.
         mini_batch_size: number of texts embedded at a time, twice, with the graph of one mini-batch
             only (gradient caching); the gradient is that of the whole batch. Default: all.
 
@@ -58,7 +57,6 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         tensor(0.5514)
     """
 
-    prototype: Tensor | None
     teacher: Any
     _objective: Any
 
@@ -69,7 +67,6 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         *,
         labels_are_ids: bool = False,
         teacher: Any = None,
-        prototype: Tensor | None = None,
         mini_batch_size: int | None = None,
     ) -> None:
         super().__init__()
@@ -78,11 +75,10 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         if self._kind is None or getattr(loss, "reduction", "mean") == "none":
             known = ", ".join(kind.__name__ for kind in LOSSES)
             raise TypeError(f"expected {known}, of one number, got {loss!r}")
-        used, given = LOSSES[self._kind][2:], {"teacher": teacher, "prototype": prototype}
-        received = [option for option, x in given.items() if x is not None]
-        received += ["labels_are_ids"] if labels_are_ids else []
-        if {*received} - {*used} or ("prototype" in used and prototype is None):
-            hint = ": a teacher is for a SpladeObjective" if "teacher" in received else ""
+        given = {"teacher": teacher is not None, "labels_are_ids": labels_are_ids}
+        used, received = LOSSES[self._kind][2:], [option for option, x in given.items() if x]
+        if {*received} - {*used}:
+            hint = ": a teacher is for a SpladeObjective" if teacher is not None else ""
             raise ValueError(f"expected options of {name} ({used}), got {received}{hint}")
         self.model = model  # the trainer replaces it by the compiled or distributed model
         self.loss, self.labels_are_ids = loss, labels_are_ids
@@ -93,9 +89,6 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
             objective = sl.SpladeObjective({name: (1.0, TERMS[self._kind](loss))}, gather=gather)
         # Not as submodules: a trainer would optimise the teacher, and see the loss twice.
         self.__dict__.update(teacher=teacher, _objective=objective)
-        is_learned = isinstance(prototype, nn.Parameter)
-        register: Any = self.register_parameter if is_learned else self.register_buffer
-        register("prototype", prototype)
 
     def forward(self, sentence_features: Iterable[Any], labels: Tensor | None = None) -> Tensor:
         """Return the loss of tokenized columns."""
@@ -142,8 +135,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         total: Tensor = compute(self, texts, labels)
         if with_backward:
             leaves = [part for column in reps for part in column]
-            parameters = (*self.loss.parameters(), self.prototype)
-            learned = [x for x in parameters if x is not None and x.requires_grad]
+            learned: list[Tensor] = [x for x in self.loss.parameters() if x.requires_grad]
             gradients = torch.autograd.grad(total, leaves + learned, allow_unused=True)
             for leaf, gradient in zip(leaves, gradients, strict=False):
                 leaf.grad = gradient
@@ -255,11 +247,6 @@ def _n_pair(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Any) -
     return own.loss(_rows(texts[:1]), _rows(texts[1:2]), _rows(texts[2:]))
 
 
-def _nws(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Any) -> Any:
-    keys = {"key": _rows(texts[1:]), "key_labels": labels} if len(texts) > 1 else {}
-    return own.loss(_rows(texts[:1]), labels, own.prototype, **keys)
-
-
 # The losses that are computed as the only term of an objective.
 TERMS: dict[type, Callable[[Any], Any]] = {
     sl.InfoNCELoss: terms.info_nce,
@@ -277,7 +264,6 @@ LOSSES: dict[type, tuple[Any, ...]] = {
     **dict.fromkeys(DISTILLED, (3, _of_batch)),
     sl.NPairLoss: (2, _n_pair),
     sl.PairwiseContrastiveLoss: (2, lambda x, t, y: x.loss(_rows(t[:1]), _rows(t[1:]), y)),
-    sl.NWSLoss: (1, _nws, "prototype"),
     sl.SelfReconstructionLoss: (1, lambda x, t, y: x.loss(*reduce(sl.Texts.join, t)[:3])),
     sl.PositiveActivationLoss: (2, lambda x, t, y: x.loss(_rows(t[:1]), *t[1][1:3])),
     **dict.fromkeys(

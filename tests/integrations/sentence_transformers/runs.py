@@ -90,10 +90,7 @@ def assert_moved(one, other):
 
 SCORES = 5.0 * torch.rand(ROWS, 3, generator=torch.Generator().manual_seed(1))
 SAME = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0, 1])
-MULTI_HOT = (torch.rand(ROWS, 5, generator=torch.Generator().manual_seed(2)) < 0.4).long()
 PENALTY = torch.linspace(0.0, 2.0, VOCABULARY)
-PROTOTYPE = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(3))
-SIMILARITY = 0.5 + 0.5 * torch.eye(5)
 
 
 def rows_of(texts):
@@ -153,11 +150,6 @@ def of_rows(loss):
     return lambda texts, _: loss(rows_of(texts))
 
 
-def nws(texts, labels):
-    query, key = (x.activations for x in texts)
-    return sl.NWSLoss(SIMILARITY)(query, labels, PROTOTYPE, key=key, key_labels=labels)
-
-
 WARM, PAIRS, NET = sl.InfoNCELoss(temperature=0.5), sl.NPairLoss(), sl.RankNetLoss()
 CONTRASTIVE, TRIPLET = sl.PairwiseContrastiveLoss(margin=2.0), sl.TripletMarginLoss(margin=1.0)
 OWN, LANGUAGE = sl.InfoNCELoss(temperature=0.5, in_batch=False), sl.LanguagePenaltyLoss(PENALTY)
@@ -181,14 +173,11 @@ ALONE = {
     "language_penalty": (LANGUAGE, 3, None, of_rows(LANGUAGE)),
     "self_reconstruction": (OWN_TOKENS, 2, None, lambda t, _: OWN_TOKENS(*t[0].join(t[1])[:3])),
     "positive_activation": (ITS_TOKENS, 2, None, lambda t, _: ITS_TOKENS(t[0][0], *t[1][1:3])),
-    "nws": (sl.NWSLoss(SIMILARITY), 2, MULTI_HOT, nws),
     "objective": (objective(), 4, SCORES, of_batch),
 }
 
 
 def adapter(model, loss, **options):
-    if isinstance(loss, sl.NWSLoss):
-        options["prototype"] = PROTOTYPE
     return SentenceTransformersLoss(model, copy.deepcopy(loss), **options)
 
 

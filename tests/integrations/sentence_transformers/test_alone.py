@@ -16,7 +16,7 @@ def test_every_loss_is_known_and_tried_or_named_here():
     """A new loss needs a row in ``LOSSES`` of the adapter and one in ``runs.ALONE``."""
     known = {kind.__name__ for kind in LOSSES}
     assert {type(loss).__name__ for loss, *_ in runs.ALONE.values()} == known
-    others = {"InfoNCEFromScoresLoss", "MaskedLogitMSELoss"}  # they take no columns of vectors
+    others = {"InfoNCEFromScoresLoss", "MaskedLogitMSELoss", "NWSLoss"}  # not of columns alone
     losses = {loss.module for loss in cases.LOSSES.values()}
     assert losses - known == others
 
