@@ -48,8 +48,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if a.layout == b.layout == torch.strided:
         return products.product(a, b.T)
     parts = [a @ columns for _, columns in _transposed_blocks(b)]
-    empty = a if a.layout == torch.strided else a.values()
-    return torch.cat(parts, dim=1) if parts else empty.new_zeros(len(a), 0)
+    parts = parts or [torch.zeros(len(a), 0, dtype=a.dtype, device=a.device)]
+    return torch.cat(parts, dim=1)
 
 
 def add_product(x: Tensor, total: Tensor | None, g: Tensor, b: Tensor) -> Tensor:

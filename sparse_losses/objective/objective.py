@@ -114,7 +114,3 @@ class SpladeObjective(nn.Module):
                     error.args = (f"the term {name!r}: {error}",)
                     raise
         return {name: values[name] for name in active}
-
-    def extra_repr(self) -> str:
-        """Return the weights."""
-        return f"weights={self.weights}, gather={self.gather}"

@@ -152,9 +152,8 @@ class SpladeEncoder(nn.Module):
         self._inputs = without_cache(inner.base_model)
         config, like = inner.config.get_text_config(), next(model.parameters())
         self.vocab_size = int(config.vocab_size)
-        if expansion and len(self.head.weight) != self.vocab_size:
-            got = f"{len(self.head.weight)} and {self.vocab_size}"
-            raise ValueError(f"expected as many logits as the config's vocab_size, got {got}")
+        if expansion and (rows := len(self.head.weight)) != self.vocab_size:
+            raise ValueError(f"expected logits of V = {self.vocab_size} tokens, got {rows}")
         parts.check_tokenizer(tokenizer, self.vocab_size)
         self.max_length = parts.max_length(max_length, inner, tokenizer)
         with like.device:

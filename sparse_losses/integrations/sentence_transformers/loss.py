@@ -78,8 +78,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         given = {"teacher": teacher is not None, "labels_are_ids": labels_are_ids}
         used, received = LOSSES[self._kind][2:], [option for option, x in given.items() if x]
         if {*received} - {*used}:
-            hint = ": a teacher is for a SpladeObjective" if teacher is not None else ""
-            raise ValueError(f"expected options of {name} ({used}), got {received}{hint}")
+            raise ValueError(f"expected options of {name} ({used}), got {received}")
         self.model = model  # the trainer replaces it by the compiled or distributed model
         self.loss, self.labels_are_ids = loss, labels_are_ids
         self.mini_batch_size, self.uses_gradient_cache = mini_batch_size, bool(mini_batch_size)

@@ -138,7 +138,6 @@ WRONG = [
     (torch.nn.MSELoss(), {}, "SpladeObjective, .* of one number, got MSELoss"),
     (sl.InfoNCELoss(reduction="none"), {}, "reduction='none'"),
     (sl.FlopsLoss(), {"labels_are_ids": True}, r"of FlopsLoss \(\(\)\), got \['labels_a"),
-    (sl.NWSLoss(None), {}, "got NWSLoss"),
 ]
 
 
