@@ -112,7 +112,7 @@ def packed_entries(inputs: Inputs, keep_all: bool = False) -> Entries:
 @functools.cache
 def bf16_is_faster() -> bool:
     """Whether this CPU multiplies bf16 faster than fp32: many emulate it, only a trial tells."""
-    x = torch.ones(512, 512, dtype=torch.float32, device="cpu")
+    x = torch.ones(256, 256, dtype=torch.float32, device="cpu")
     trials = [functools.partial(torch.mm, each, each) for each in (x.bfloat16(), x)]
     half, single = (min(timeit.repeat(trial, number=1, repeat=5)) for trial in trials)
     return half < single
