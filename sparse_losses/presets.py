@@ -199,7 +199,6 @@ _OURS = {
 }
 _PLAIN = {**_OURS, "idf_alpha": "not set, because IDF-aware FLOPS begins with V25"}
 
-
 V22 = Preset(name="V22", weights=_weights(2.0, 4.0, 10.0, 2.5, 0.005, 1.0), ours=_PLAIN)
 V23 = Preset(name="V23", weights=_weights(2.5, 1.0, 3.0, 0.0, 0.003, 1.0, 1.0), ours=_PLAIN)
 V25 = Preset(

@@ -155,6 +155,8 @@ class SpladeBatch(NamedTuple):
             **options: arguments of the encoder, such as ``return_logits=True``.
         """
         fields = {name: column for name, column in columns.items() if column is not None}
+        for name in fields:
+            check_choice("the name of a column", name, cls._fields[:-2])
         tokens = {s: _tokens(encoder, s, fields[s]) for s in cls._fields[:3] if s in fields}
         if teacher is not None:
             if "teacher_scores" in fields:
@@ -165,8 +167,11 @@ class SpladeBatch(NamedTuple):
             flat = {"input_ids": ids.flatten(0, -2), "attention_mask": mask.flatten(0, -2)}
             output = encoder(**flat, **options)
             vectors = output if isinstance(output, tuple) else (output,)
-            activations, *logits = (x.unflatten(0, ids.shape[:-1]) for x in vectors)
-            fields[side] = Texts(activations, ids, mask, *logits)
+            if ids.ndim == 3:
+                if vectors[0].layout != torch.strided:
+                    raise ValueError("expected negatives that all anchors share with CSR tensors")
+                vectors = tuple(x.unflatten(0, ids.shape[:-1]) for x in vectors)
+            fields[side] = Texts(vectors[0], ids, mask, *vectors[1:])
         for name in fields.keys() & BESIDES:
             fields[name] = torch.as_tensor(fields[name], device=fields["anchor"].activations.device)
         return cls(**fields)

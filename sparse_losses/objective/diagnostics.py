@@ -96,9 +96,8 @@ class Diagnostics:
         if size["V"] != self.vocab_size:
             raise ValueError(f"expected activations of V = {self.vocab_size}, got {size['V']}")
         x, wide = x.detach(), widest_dtype(x.device)
-        is_csr = x.layout == torch.sparse_csr
-        # A NaN is larger than any number.
-        values, index = largest_of_rows(x, self.top_k) if is_csr else x.topk(self.top_k, dim=1)
+        is_dense = x.layout == torch.strided  # a NaN is larger than any number
+        values, index = x.topk(self.top_k, dim=1) if is_dense else largest_of_rows(x, self.top_k)
         is_on_top = values > 0
         top = torch.zeros(self.vocab_size, device=x.device, dtype=wide)
         top.index_add_(0, index.flatten(), is_on_top.flatten().to(wide))

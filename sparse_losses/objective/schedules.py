@@ -101,7 +101,7 @@ class TrainingSchedule:
         self.objective, self.curriculum, self.warmups = objective, curriculum, dict(warmups or {})
         self.base, self.steps_taken = dict(objective.weights), 0
         if wrong := [*(self.warmups.keys() - objective.active())]:
-            raise ValueError(f"expected warm-ups of terms with a weight, got {wrong}")
+            raise ValueError(f"expected warm-ups of terms in {objective.active()}, got {wrong}")
         phases = curriculum.phases if curriculum else ()
         named = {*self.warmups, *(name for phase in phases for name in phase.weights)}
         self._names = named.intersection(objective.active())

@@ -17,6 +17,7 @@ from sparse_losses.representation.parts import SIDES
 from sparse_losses.sparsity.entries import Entries, products_limit
 from sparse_losses.sparsity.models import Adapter, Budgets, Limits, adapter_of, default
 
+DOUBLE: Any = {"dtype": torch.float64, "device": "cpu"}
 START = 256  # dimensions of a start that the warning names, or a sixteenth of a small vocabulary
 
 
@@ -270,16 +271,12 @@ def _pruned(
         if (limit := limits[i]) is not None:
             thresholds[i] = _logit(limit, of.activation)
         elif (held := thresholds[i]) is not None:
-            limits[i] = weights_of(_double(held), of.activation).item()
+            limits[i] = weights_of(torch.tensor(held, **DOUBLE), of.activation).item()
     return (limits[0], limits[1]), (thresholds[0], thresholds[1])
 
 
 def _logit(weight: float, activation: str) -> float:
-    return logits_at(_double(weight), activation).item()
-
-
-def _double(number: float) -> Tensor:
-    return torch.tensor(number, dtype=torch.float64, device="cpu")
+    return logits_at(torch.tensor(weight, **DOUBLE), activation).item()
 
 
 def _sparsity(sides: Sequence[Entries], limits: Limits) -> Sparsity:

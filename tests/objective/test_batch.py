@@ -7,6 +7,7 @@ from sparse_losses import SpladeBatch, SpladeEncoder, Texts
 from tests.representation import tiny_models
 
 B, N, S, V = 3, 2, 4, 9
+CSR = {"layout": torch.sparse_csr}
 PAIRS = {"anchor": list("abcd"), "positive": ["a e", "b f", "c g", "d h"]}
 
 
@@ -44,8 +45,6 @@ def test_columns_are_encoded_and_keep_their_shapes(negatives, return_logits):
             assert {"input_ids": texts[1], "attention_mask": texts[2]} == columns[side]
             logits = expected - 0.5 if return_logits else None
             torch.testing.assert_close(texts.logits, logits)
-    with pytest.raises(TypeError, match="labels"):
-        SpladeBatch.from_columns(encoder, {**columns, "labels": torch.zeros(B)})
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -62,6 +61,9 @@ def test_texts_are_tokenized_as_the_encoder_does(splade, own):
         assert torch.equal(got.attention_mask, ids["attention_mask"].view(*shape, -1))
         vectors = splade(**ids).view(*shape, -1)
         torch.testing.assert_close(got.activations, vectors, rtol=1e-5, atol=1e-6)
+        if not own:
+            sparse = getattr(SpladeBatch.from_columns(splade, columns, **CSR), side).activations
+            torch.testing.assert_close(sparse.to_dense(), vectors, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -70,11 +72,14 @@ def test_texts_are_tokenized_as_the_encoder_does(splade, own):
         ({"anchor": []}, r"'anchor' to be texts, .*got \[\]"),
         ({"negative": [["a"], ["b", "c"]]}, "'negative' to be texts, as many in every row, got"),
         ({"negative": [["a"], [None]]}, "'negative' to be texts"),
+        ({"labels": [1, 2]}, "a column` to be one of 'anchor'"),
+        ({"negative": [["a"], ["b"]]}, "that all anchors share with CSR"),
     ],
 )
 def test_wrong_columns_are_errors(splade, change, message):
+    columns = {"anchor": ["a", "b"], "positive": ["c", "d"], **change}
     with pytest.raises(ValueError, match=message):
-        SpladeBatch.from_columns(splade, {"anchor": ["a", "b"], "positive": ["c", "d"], **change})
+        SpladeBatch.from_columns(splade, columns, **CSR)
 
 
 def overlap(query, document):
