@@ -103,8 +103,7 @@ class LabelQueue(nn.Module):
         sizes = {"B": features.shape[0], "D": self.dim, "L": self.num_labels}
         agree_across_ranks(call, self.gather, features, **sizes)
         features, labels = (gather_rows(x, self.gather) for x in (features, labels))
-        batch_size = features.shape[0]
-        kept = min(batch_size, self.size)
+        batch_size, kept = len(features), min(len(features), self.size)
         age = torch.arange(batch_size - kept, batch_size, device=self.pointer.device)
         slots = (self.pointer + age) % self.size
         self.features.index_copy_(0, slots, features[batch_size - kept :])

@@ -20,7 +20,7 @@ from torch import Tensor
 from sparse_losses.fast.head_entries import Entries, Inputs, is_active
 
 SCORES = 6 << 20  # maximal number of scores in a tile
-MIN_POSITIONS = 64  # per text, from which on products in bf16 pay
+MIN_POSITIONS, MIN_WIDTH = 64, 256  # of a text and a state, from which on products in bf16 pay
 SCORES_OF_A_DOT = 100  # of a product in fp32 that take as long as one score computed by itself
 # Error of a bf16 product over the product of the norms: 2 ** -8 for rounding a row of the weight,
 # as much for rounding the result, and half as much for the sum in fp32.
@@ -67,9 +67,10 @@ def packed_entries(inputs: Inputs, keep_all: bool = False) -> Entries:
     halves = hidden.flatten(0, 1).index_select(0, packed.token)
     states, nothing = halves.to(dtype), packed.token[:0].int()
     found = [Entries(nothing, nothing, states.new_empty(0))]
-    is_bf16 = halves.dtype == torch.bfloat16 and dtype == torch.float32 and not keep_all
-    screens = is_bf16 and halves.is_cpu and len(halves) >= MIN_POSITIONS * len(packed.row) > 0
-    norm = _maxima(_norms(states)[None], packed)[1] if screens and bf16_is_faster() else None
+    screens = (halves.dtype, dtype) == (torch.bfloat16, torch.float32) and halves.is_cpu
+    screens = screens and not keep_all and len(halves) >= MIN_POSITIONS * len(packed.row) > 0
+    pays = screens and bf16_pays(halves.shape[1])
+    norm = _maxima(_norms(states)[None], packed)[1] if pays else None
     height = _tile_height(len(states), len(weight))
     buffer = states.new_empty(height, len(states))
     bounds = [*range(0, len(weight) if packed.groups else 0, height), len(weight)]
@@ -110,12 +111,12 @@ def packed_entries(inputs: Inputs, keep_all: bool = False) -> Entries:
 
 
 @functools.cache
-def bf16_is_faster() -> bool:
-    """Whether this CPU multiplies bf16 faster than fp32: many emulate it, only a trial tells."""
+def bf16_pays(width: int) -> bool:
+    """Whether bf16 is worth its screening on this CPU: many emulate it, and only a trial tells."""
     x = torch.ones(256, 256, dtype=torch.float32, device="cpu")
     trials = [functools.partial(torch.mm, each, each) for each in (x.bfloat16(), x)]
     half, single = (min(timeit.repeat(trial, number=1, repeat=5)) for trial in trials)
-    return half < single
+    return width >= MIN_WIDTH and half < single
 
 
 def _maxima(scores: Tensor, packed: _Packed) -> tuple[list[Tensor], Tensor]:

@@ -74,9 +74,9 @@ def words_of_the_code() -> set[str]:
 # What pages name of others' and no file of ours uses.
 OTHERS = """
 SparseAdam TEST_INDEX TEST_INDEX_UPLOAD XyzLoss assign callback_handler callbacks
-clear_autocast_cache corpus_active_dims foreign_top gather_across_devices guide_scores keep_fp32_wrapper
-negative_1 negative_50 negative_columns set_sync_debug_mode similarity_fn_name special_top stopword_top
-testpypi topological_generations xyz_loss
+clear_autocast_cache corpus_active_dims foreign_top gather_across_devices guide_scores
+keep_fp32_wrapper negative_1 negative_50 negative_columns set_sync_debug_mode similarity_fn_name
+special_top stopword_top testpypi topological_generations xyz_loss
 """
 
 
