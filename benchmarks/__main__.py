@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--only", default="", help="losses, separated by commas, such as info_nce,splade_head"
     )
+    options.add_argument("--case", default="", help="only sizes whose name contains this: bf16")
     options.add_argument("--output", type=Path, help="the CSV (default: results/DEVICE-SUITE.csv)")
     options.add_argument("--fresh", action="store_true", help="discard the rows of earlier runs")
     options.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.list:
         from benchmarks.losses import cases
 
-        for case in cases(args.suite, [name for name in args.only.split(",") if name]):
+        for case in cases(args.suite, [name for name in args.only.split(",") if name], args.case):
             print(f"{case.loss:22}{case.name}")
         return 0
     from benchmarks.run.worker import work

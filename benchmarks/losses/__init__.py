@@ -18,20 +18,22 @@ def benchmark(loss: str) -> Benchmark:
     return described
 
 
-def cases(suite: str, only: Sequence[str] = ()) -> list[Case]:
+def cases(suite: str, only: Sequence[str] = (), part: str = "") -> list[Case]:
     """Return the cases of a suite.
 
     Args:
         suite: ``tiny``, ``quick``, ``full`` (includes quick), ``aims`` (the larger sizes that the
             pages show), ``gpu``, or ``calculated`` (quick, gpu, and some that are only counted).
         only: names of losses; by default all.
+        part: what the names of the cases contain.
     """
     if unknown := set(only) - set(NAMES):
         raise SystemExit(f"no such loss: {', '.join(unknown)}; there are {', '.join(NAMES)}")
     names = [name for name in NAMES if name in only or not only]
     if suite == "gpu":
         names.sort(key=lambda name: name not in FIRST_ON_A_GPU)
-    return [Case(each, sizes) for each in map(benchmark, names) for sizes in _sizes(each, suite)]
+    found = [Case(each, sizes) for each in map(benchmark, names) for sizes in _sizes(each, suite)]
+    return [case for case in found if part in case.name]
 
 
 def _sizes(each: Benchmark, suite: str) -> Sequence[Sizes]:

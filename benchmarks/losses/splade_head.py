@@ -81,6 +81,11 @@ _SHARES = [
     _size(8, length, BERT, share) for length in (128, 16) for share in (0.001, 0.01, 0.1, 1.0)
 ]
 
+# States and weight in bf16, as in a model of that dtype.
+_HALVES = [
+    {**_size(*sizes), "dtype": "bf16"} for sizes in ((8, 128, BERT, 0.01), (2, 64, XLM, 0.005))
+]
+
 BENCHMARK = Benchmark(
     "splade_head",
     inputs,
@@ -96,7 +101,7 @@ BENCHMARK = Benchmark(
     ),
     tiny=[_size(3, 5, 40, 0.3, width=8)],
     quick=[_size(1, 32, BERT, 0.05), _size(4, 64, BERT, 0.05)],
-    full=[*_LARGE, *_SHARES],
+    full=[*_LARGE, *_SHARES, *_HALVES],
     gpu=[
         *[_gpu(32, 256, vocabulary, 0.01, "bf16") for vocabulary in (BERT, XLM)],
         *[_gpu(32, 256, BERT, share, "bf16") for share in (0.001, 0.1, 1.0)],

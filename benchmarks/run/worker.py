@@ -34,7 +34,7 @@ def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    todo = cases(args.suite, [name for name in args.only.split(",") if name])
+    todo = cases(args.suite, [name for name in args.only.split(",") if name], args.case)
     compiled = not args.no_compile
     wrong = []
     for number, case in enumerate(todo, start=1):
