@@ -31,7 +31,7 @@ def tiles_of_maxima(
     """Yield columns, their largest scores ``[B, T]`` and positions, which may be empty."""
     source, states = _states(hidden, attended, operands)
     for part, rows in _tiles(weight, states, _score_bytes(states)):
-        scores = _scores(rows, states, len(hidden))
+        scores = _tile_scores(rows, states, len(hidden))
         if not keeps_places:
             yield part, scores.amax(2).T, scores.new_empty(0)
             continue
@@ -72,7 +72,7 @@ def picked(
         _, states = _states(hidden, attended, operands)
         for part, rows in _tiles(weight, states, _score_bytes(states)):
             index = place[:, part].T.long()[..., None]
-            scores[:, part] = _scores(rows, states, len(hidden)).gather(2, index)[..., 0].T
+            scores[:, part] = _tile_scores(rows, states, len(hidden)).gather(2, index)[..., 0].T
     return scores
 
 
@@ -116,7 +116,7 @@ def _states(
     return source, hidden.flatten(0, 1).to(operands)
 
 
-def _scores(rows: Tensor, states: Tensor, batch: int) -> Tensor:
+def _tile_scores(rows: Tensor, states: Tensor, batch: int) -> Tensor:
     return _product(rows, states.T).view(len(rows), batch, -1)
 
 

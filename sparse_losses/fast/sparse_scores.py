@@ -20,19 +20,19 @@ class _SparseScores(torch.autograd.Function):
     def forward(ctx: Any, cosine: bool, *inputs: Tensor) -> Tensor:
         ctx.cosine = cosine
         ctx.save_for_backward(*inputs)
-        return _scores(set(), inputs, cosine).block(slice(0, len(inputs[0])))
+        return _prepared(set(), inputs, cosine).block(slice(0, len(inputs[0])))
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise NotImplementedError("expected create_graph=False with CSR tensors")
         needs = {str(i) for i, need in enumerate(ctx.needs_input_grad[1:]) if need}
-        scores = _scores(needs, ctx.saved_tensors, ctx.cosine)
+        scores = _prepared(needs, ctx.saved_tensors, ctx.cosine)
         scores.backward(slice(0, len(upstream)), upstream.clone())
         gradients = scores.gradients()
         return None, *(gradients.get(str(i)) for i in range(len(ctx.saved_tensors)))
 
 
-def _scores(needs: Set[str], inputs: Sequence[Tensor], cosine: bool) -> Scores:
+def _prepared(needs: Set[str], inputs: Sequence[Tensor], cosine: bool) -> Scores:
     named = {str(i): x for i, x in enumerate(inputs)}
     return Scores(needs, named, temperature=1.0, cosine=cosine)
