@@ -34,5 +34,4 @@ class _SparseScores(torch.autograd.Function):
 
 
 def _prepared(needs: Set[str], inputs: Sequence[Tensor], cosine: bool) -> Scores:
-    named = {str(i): x for i, x in enumerate(inputs)}
-    return Scores(needs, named, temperature=1.0, cosine=cosine)
+    return Scores(needs, {str(i): x for i, x in enumerate(inputs)}, temperature=1.0, cosine=cosine)

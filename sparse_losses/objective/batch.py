@@ -156,7 +156,7 @@ class SpladeBatch(NamedTuple):
         """
         fields = {name: column for name, column in columns.items() if column is not None}
         for name in fields:
-            check_choice("the name of a column", name, cls._fields[:-2])
+            check_choice("column", name, cls._fields[:-2])
         tokens = {s: _tokens(encoder, s, fields[s]) for s in cls._fields[:3] if s in fields}
         if teacher is not None:
             if "teacher_scores" in fields:
@@ -169,7 +169,7 @@ class SpladeBatch(NamedTuple):
             vectors = output if isinstance(output, tuple) else (output,)
             if ids.ndim == 3:
                 if vectors[0].layout != torch.strided:
-                    raise ValueError("expected negatives that all anchors share with CSR tensors")
+                    raise ValueError(f"expected negatives [N, S] with CSR, got {list(ids.shape)}")
                 vectors = tuple(x.unflatten(0, ids.shape[:-1]) for x in vectors)
             fields[side] = Texts(vectors[0], ids, mask, *vectors[1:])
         for name in fields.keys() & BESIDES:
@@ -198,14 +198,15 @@ def score(query: Tensor, *keys: Tensor, similarity: Similarity) -> Tensor:
     """
     check_choice("similarity", similarity, ("cosine", "dot"))
     dtype = compute_dtype(query=query, **{f"key {i}": key for i, key in enumerate(keys)})
-    rows = [x.to(dtype) for x in (query, *(keys or (query,)))]
+    rows = [x.to(dtype) for x in (query, *keys)]
     if len(layouts := {x.layout for x in rows}) > 1:
         raise ValueError(f"expected activations to score in one layout, got {layouts}")
     if query.layout == torch.sparse_csr:
-        return sparse_scores(*rows, cosine=similarity == "cosine")
+        return sparse_scores(rows[0], *(rows[1:] or rows), cosine=similarity == "cosine")
     query, *others = [normalize(x) for x in rows] if similarity == "cosine" else rows
     parts = [
-        query @ key.T if key.ndim == 2 else torch.einsum("bv,bnv->bn", query, key) for key in others
+        query @ key.T if key.ndim == 2 else torch.einsum("bv,bnv->bn", query, key)
+        for key in others or [query]
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 

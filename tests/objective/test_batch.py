@@ -72,8 +72,8 @@ def test_texts_are_tokenized_as_the_encoder_does(splade, own):
         ({"anchor": []}, r"'anchor' to be texts, .*got \[\]"),
         ({"negative": [["a"], ["b", "c"]]}, "'negative' to be texts, as many in every row, got"),
         ({"negative": [["a"], [None]]}, "'negative' to be texts"),
-        ({"labels": [1, 2]}, "a column` to be one of 'anchor'"),
-        ({"negative": [["a"], ["b"]]}, "that all anchors share with CSR"),
+        ({"labels": [1, 2]}, "`column` to be one of 'anchor'"),
+        ({"negative": [["a"], ["b"]]}, r"\[N, S\] with CSR, got \[2, 1, "),
     ],
 )
 def test_wrong_columns_are_errors(splade, change, message):
