@@ -23,7 +23,7 @@ SCORES = 6 << 20  # maximal number of scores in a tile
 MIN_POSITIONS, MIN_WIDTH = 64, 256  # of a text and a state, from which on products in bf16 pay
 SCORES_OF_A_DOT = 100  # of a product in fp32 that take as long as one score computed by itself
 # Error of a bf16 product over the product of the norms: 2 ** -8 for rounding a row of the weight,
-# as much for rounding the result, and half as much for the sum in fp32.
+# as much for rounding the result, and half as much for an fp32 sum of up to 32,768 products.
 ROUNDING = 2.5 * 2**-8
 
 
@@ -113,10 +113,12 @@ def packed_entries(inputs: Inputs, keep_all: bool = False) -> Entries:
 @functools.cache
 def bf16_pays(width: int) -> bool:
     """Whether bf16 is worth its screening on this CPU: many emulate it, and only a trial tells."""
+    if width < MIN_WIDTH:
+        return False
     x = torch.ones(256, 256, dtype=torch.float32, device="cpu")
     trials = [functools.partial(torch.mm, each, each) for each in (x.bfloat16(), x)]
     half, single = (min(timeit.repeat(trial, number=1, repeat=5)) for trial in trials)
-    return width >= MIN_WIDTH and half < single
+    return half < single
 
 
 def _maxima(scores: Tensor, packed: _Packed) -> tuple[list[Tensor], Tensor]:
