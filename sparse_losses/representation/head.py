@@ -376,8 +376,8 @@ class SpladeHead(LossModule):
                 f"expected the layers that the head was made of, got others: {again} after "
                 "resizing embeddings, and after adding or removing adapters in them"
             )
-        if layer.weight is not self.weight:  # FSDP2 has others within a step
-            self.weight, self.bias = layer.weight, layer.bias
+        if layer.weight is not self.weight or layer.bias is not self.bias:
+            self.weight, self.bias = layer.weight, layer.bias  # FSDP2 has others within a step
 
     def forward(
         self,
