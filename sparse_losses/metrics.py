@@ -34,8 +34,7 @@ def context_overlap(one: Tensor, other: Tensor) -> Tensor:
     """
     check_shapes(one=(one, "B V"), other=(other, "B V"))
     a, b = one > 0, other > 0
-    union = (a | b).sum(1)
-    return (a & b).sum(1) / union.clamp(min=1)
+    return (a & b).sum(1) / (a | b).sum(1).clamp(min=1)
 
 
 def recall_at_k(scores: Tensor, positive: Tensor, k: int) -> Tensor:

@@ -77,9 +77,8 @@ def largest_of_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     order = order[row[order].argsort(stable=True)]  # by row, the largest first
     rank = torch.arange(len(value), device=x.device) - x.crow_indices()[:-1].long()[row]
     place = torch.where(rank < k, row * k + rank, len(x) * k)  # the last place is for the others
-    flat = (each.new_zeros(len(x) * k + 1) for each in (value, column))
-    pairs = zip(flat, (value, column), strict=True)
-    values, columns = (zeros.index_put((place,), each[order]) for zeros, each in pairs)
+    size, parts = len(x) * k + 1, (value[order], column[order])
+    values, columns = (part.new_zeros(size).index_put((place,), part) for part in parts)
     return values[:-1].view(-1, k), columns[:-1].view(-1, k)
 
 

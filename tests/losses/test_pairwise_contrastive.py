@@ -61,8 +61,9 @@ def test_at_distance_zero_the_gradient_is_exactly_zero(same, dtype):
     label, options = torch.tensor([same] * 3), {"margin": 2.0, "reduction": "none"}
     rows = pairwise_contrastive_loss(*leaves, label, **options)
     assert rows.tolist() == pytest.approx([0.0, 0.0, 0.25] if same else [4.0, 4.0, 2.25])
-    total = lambda *sides: pairwise_contrastive_loss(*sides, label, **options).sum()  # noqa: E731
-    by_definition = torch.func.grad(total, (0, 1))(*x)
+    by_definition = torch.func.grad(
+        lambda *sides: pairwise_contrastive_loss(*sides, label, **options).sum(), (0, 1)
+    )(*x)
     for gradient in (*torch.autograd.grad(rows.sum(), leaves), *by_definition):
         assert not gradient[:2].any()
         assert gradient[2].isfinite().all()
