@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from sparse_losses._core.precision import autocast_off
 from sparse_losses._core.private_torch import forward_level, is_batched, transforms_are_active
+from sparse_losses._core.products import scaled
 
 Gradients = Mapping[str, Tensor | None]
 
@@ -125,11 +126,8 @@ def _is_one(factor: Tensor) -> bool:
 
 
 def _scaled_(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Scale in place unless the dtype changes; else autograd casts it."""
+    """Scale in place unless the dtype changes; without a factor autograd casts it."""
     if factor is None:
         return gradient
-    if is_batched(factor):  # in-place operations are then impossible
-        return gradient * factor
-    if gradient.dtype != dtype:
-        return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
-    return gradient.mul_(factor)
+    in_place = gradient.dtype == dtype and not is_batched(factor)
+    return gradient.mul_(factor) if in_place else scaled(gradient, factor, dtype)

@@ -9,6 +9,8 @@ import functools
 import torch
 from torch import Tensor
 
+from sparse_losses._core.private_torch import is_batched
+
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -33,6 +35,13 @@ def as_single(x: Tensor) -> Tensor:
 def as_dense(x: Tensor) -> Tensor:
     """Return a CSR tensor as a dense one, half precision as fp32."""
     return as_single(x if x.layout == torch.strided else x.to_dense())
+
+
+def scaled(x: Tensor, factor: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x * factor`` in a dtype, in one launch; no autograd."""
+    if any(is_batched(t) for t in (x, factor) if isinstance(t, Tensor)):  # `out` is impossible
+        return (x * factor).to(dtype)
+    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparse_losses._core.entries import entries_of, with_values
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import widest_dtype
-from sparse_losses._core.private_torch import is_batched
+from sparse_losses._core.products import HALVES, as_single, scaled
 
 
 def normalize(x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.layout != torch.strided:
         return _unit_entries(x)
     if x.numel() == 0:
-        return x.clone(), x.new_zeros(*x.shape[:-1], 1)
+        return as_single(x).clone(), x.new_zeros(*x.shape[:-1], 1)
     if (norm := _cpu_norm(x)) is not None:
         inverse = norm.reciprocal_()
         return x * inverse, inverse
@@ -80,7 +80,7 @@ def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.dtype != wide:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         inverse = norm.reciprocal_().nan_to_num_(nan=torch.nan, posinf=0.0)
-        return torch.mul(x, inverse, out=torch.empty_like(x)), inverse
+        return scaled(x, inverse, torch.promote_types(x.dtype, torch.float32)), inverse
     # There is no wider dtype: scale by each row's largest magnitude. `abs` would make a copy.
     scale = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
     is_zero = scale == 0
@@ -106,7 +106,7 @@ def _unit_entries(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _cpu_norm(x: Tensor) -> Tensor | None:
     """Return norms ``[..., 1]`` where reading is free, a CPU, and no square is out of range."""
-    if not x.is_cpu or x.numel() == 0:
+    if not x.is_cpu or x.numel() == 0 or x.dtype in HALVES:
         return None
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     low, high = torch.aminmax(norm)
@@ -137,8 +137,7 @@ def half_rows(*inputs: Tensor) -> list[HalfRows]:
     )
     for x, shape, its_norm, its_scale in parts:
         power = its_scale.view(shape)
-        values = torch.mul(x, power, out=torch.empty_like(x))
-        rows.append(HalfRows(values, its_norm.view(shape), power))
+        rows.append(HalfRows(scaled(x, power, x.dtype), its_norm.view(shape), power))
     return rows
 
 
@@ -164,10 +163,12 @@ class _Normalize(torch.autograd.Function):
         x, unit, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():
             alias = x.view_as(x)  # so that hooks of `x` are not called
-            unit = _normalize(alias)
+            unit = _normalize(as_single(alias))
             return torch.autograd.grad(unit, alias, upstream, create_graph=True)[0]
         along = (unit * upstream).sum(-1, keepdim=True)
-        return torch.addcmul(upstream, unit, along, value=-1.0).mul_(inverse)
+        gradient = torch.addcmul(upstream, unit, along, value=-1.0)
+        is_half = x.dtype in HALVES
+        return scaled(gradient, inverse, x.dtype) if is_half else gradient.mul_(inverse)
 
 
 class _Distance(torch.autograd.Function):
@@ -175,7 +176,7 @@ class _Distance(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x1: Tensor, x2: Tensor) -> Tensor:
-        difference = x1 - x2
+        difference = as_single(x1) - x2
         length, wide = _cpu_norm(difference), widest_dtype(x1.device)
         if length is None:
             length = torch.linalg.vector_norm(difference, dim=-1, keepdim=True, dtype=wide)
@@ -190,8 +191,5 @@ class _Distance(torch.autograd.Function):
             return torch.autograd.grad(_distance(*aliases), aliases, upstream, create_graph=True)
         slope = upstream[:, None].to(length.dtype) / length
         slope = slope.masked_fill(length == 0, 0.0)
-        if is_batched(upstream):  # nothing can then be written into
-            gradient = (difference * slope).to(difference.dtype)
-        else:
-            gradient = torch.mul(difference, slope, out=torch.empty_like(difference))
+        gradient = scaled(difference, slope, x1.dtype)
         return gradient, -gradient if ctx.needs_input_grad[1] else None

@@ -65,7 +65,7 @@ def info_nce_and_gradients(
                 backward.append(gradient)
             if needs:
                 gradient = backward[0] if len(backward) == 1 else backward[0].add_(backward[1])
-                scores.backward(rows, gradient.mul_(slope))
+                scores.backward(rows, gradient, slope)
         for name, gradient in scores.gradients().items():
             if name in scores.candidates and len(gradient) > len(own := getattr(call, name)):
                 gradient = scatter_matrix(gradient, own)  # the rows of other ranks go there

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core import products
-from sparse_losses._core.products import HALVES
+from sparse_losses._core.products import HALVES, scaled
 from sparse_losses._core.similarity import finite_rows, half_rows, through_unit_rows_, unit_rows
 from sparse_losses.fast.sparse import add_product, product
 
@@ -119,27 +119,30 @@ class Scores:
         scores = scores if is_nan is None else scores.masked_fill_(is_nan, torch.nan)
         return scores.diagonal()[:, None] if name == self.square else scores
 
-    def backward(self, rows: slice, gradient: Tensor) -> None:
-        """Add the gradient of some scores before the temperature; may overwrite it."""
+    def backward(self, rows: slice, gradient: Tensor, factor: float | Tensor) -> None:
+        """Add the gradient of some scores, times a factor; may overwrite it."""
         back, grad_query = self.back[self.query], None
         if back.norm is not None:
-            gradient.div_(back.norm[rows])
+            factor = factor / back.norm[rows]
         query, needs_query = self._some(back, rows), bool(self.needs & {self.query, "temperature"})
         parts = torch.split(gradient, self.sizes, dim=1) if len(self.sizes) > 1 else [gradient]
         for name, part in zip(self.candidates, parts, strict=True):
             values, norm, _ = self.back[name]
             if values.ndim == 2:
                 part = torch.diag(part[:, 0]) if name == self.square else part
-                if norm is None:
-                    part = part.to(values.dtype)
-                else:  # one launch for the quotient and its dtype
+                if norm is not None:  # one launch for the quotient and its dtype
                     operand = torch.empty_like(part, dtype=values.dtype)
-                    part = torch.div(part, norm.T, out=operand)
+                    part = torch.div(part.mul_(factor), norm.T, out=operand)
+                elif values.dtype == part.dtype:
+                    part.mul_(factor)
+                else:
+                    part = scaled(part, factor, values.dtype)
                 if name in self.needs:
                     self.totals[name] = add_product(values, self.totals.get(name), part.T, query)
                 if needs_query:
                     grad_query = add_product(query, grad_query, part, values)
                 continue
+            part.mul_(factor)
             part = part if norm is None else part / norm[rows].squeeze(2)
             if name in self.needs:
                 self.parts[name].append(part[:, :, None] * query[:, None])

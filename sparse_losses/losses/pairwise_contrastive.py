@@ -8,7 +8,7 @@ from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import distance
 
 
-@loss(x1="B D", x2="B D", same="B, mask", margin=">= 0")
+@loss(x1="B D, halves", x2="B D, halves", same="B, mask", margin=">= 0")
 def pairwise_contrastive_loss(
     x1: Tensor,
     x2: Tensor,
@@ -53,7 +53,8 @@ def pairwise_contrastive_loss(
     length = distance(x1, x2)
     # `margin - length` would compile a new graph for every margin.
     beyond = torch.where(same, length, (length - margin).clamp(max=0.0))
-    return reduce(beyond.square().to(x1.dtype), reduction, gather=gather)
+    values = beyond.square().to(torch.promote_types(x1.dtype, torch.float32))
+    return reduce(values, reduction, gather=gather)
 
 
 class PairwiseContrastiveLoss(LossModule):

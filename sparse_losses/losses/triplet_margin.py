@@ -7,14 +7,15 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.products import as_single
 from sparse_losses._core.reduction import Reduction, reduce, reduce_means
 from sparse_losses._core.similarity import normalize
 
 
 @loss(
-    anchor="B D",
-    positive="B D",
-    negative="B D or B N D",
+    anchor="B D, halves",
+    positive="B D, halves",
+    negative="B D or B N D, halves",
     candidate_mask="B N, mask, optional",
     margin="finite",
 )
@@ -76,8 +77,8 @@ def triplet_margin_loss(
         # What is not there may be NaN, which must not reach a gradient: 0 * NaN is NaN.
         anchor, positive = (x.masked_fill(~valid[:, None], 0.0) for x in (anchor, positive))
         negative = negative.masked_fill(~candidate_mask[:, :, None], 0.0)
-    if similarity == "cosine":
-        anchor, positive, negative = normalize(anchor), normalize(positive), normalize(negative)
+    prepare = normalize if similarity == "cosine" else as_single
+    anchor, positive, negative = prepare(anchor), prepare(positive), prepare(negative)
     near, far = _similarities(anchor, positive, negative, similarity == "euclidean")
     # The number comes last: `margin - near` would compile a new graph for every margin.
     hinges = nnf.relu(far - near + margin)
