@@ -26,11 +26,7 @@ VERSIONS = {  # where the version stands, besides the package itself
 
 
 def notes(changelog: str, version: str) -> str:
-    """Return the section of a version, without its heading.
-
-    Raises:
-        SystemExit: If there is no section, or an empty one.
-    """
+    """Return the section of a version, without its heading; exit if it is missing or empty."""
     heading = rf"^## \[?{re.escape(version)}\]?(?: [^\n]*)?$"
     match = re.search(heading + r"\n(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
     if match is None or not match[1].strip():

@@ -21,7 +21,7 @@ from benchmarks.losses import cases
 from benchmarks.run.available import variants
 from benchmarks.run.check import ready
 from benchmarks.run.launches import Launches
-from benchmarks.run.table import RESULTS, write
+from benchmarks.run.table import RESULTS, read, write
 from benchmarks.schema import Case, Maker
 from benchmarks.studies.training_step import HEADS, Shape, Step
 
@@ -29,6 +29,7 @@ Row = dict[str, Any]  # one variant of one case, forward and backward
 META = torch.device("meta")
 LAUNCH = 5e-6  # seconds
 SHARE = 0.8  # of the nominal rates, which no kernel reaches
+COUNTED, MEASURED = RESULTS / "calculated.csv", RESULTS / "cuda-gpu.csv"
 VARIANTS = ("eager", "ours", "sentence-transformers")
 # Nominal bytes per second, and operations per second in half precision and in fp32 without TF32.
 GPUS = {"h100": (3.35e12, 989e12, 67e12), "a10g": (0.6e12, 70e12, 31e12)}
@@ -112,12 +113,33 @@ def training_steps(shape: Shape) -> Iterator[Row]:
                 step.forget()
 
 
+COLUMNS = ("loss", "case", "launches, plain", "ours", "MiB, plain", "ours")
+COLUMNS += ("plain / ours, calculated", "measured")
+
+
+def compared() -> Iterator[list[str]]:
+    """Compare the plain formula with ours: a row of a table for each case that a GPU has run."""
+    counted = {(row["loss"], row["case"], row["variant"]): row for row in read(COUNTED)}
+    measured = {(row["loss"], row["case"], row["variant"]): row for row in read(MEASURED)}
+    for loss, case, variant in counted:
+        if variant == "ours" and (loss, case, variant) in measured:
+            plain, ours = (counted[loss, case, x] for x in ("eager", "ours"))
+            times = [float(row["h100_seconds"]) for row in (plain, ours)]
+            speedup = measured[loss, case, variant]["speedup"]
+            yield [
+                *(loss, case, plain["launches"], ours["launches"]),
+                *(f"{float(row['bytes']) / 2**20:,.0f}" for row in (plain, ours)),
+                f"{times[0] / times[1]:.2f}",
+                f"{float(speedup):.2f}" if speedup else "-",
+            ]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Count everything and write the CSV."""
     options = argparse.ArgumentParser(prog="python -m benchmarks.studies.calculated")
     options.add_argument("--suite", choices=["tiny", "quick", "calculated"], default="calculated")
     options.add_argument("--only", default="", help="losses, separated by commas")
-    options.add_argument("--output", type=Path, default=RESULTS / "calculated.csv")
+    options.add_argument("--output", type=Path, default=COUNTED)
     args = options.parse_args(arguments)
     only = [name for name in args.only.split(",") if name]
     rows = [row for case in cases(args.suite, only) for row in case_rows(case)]

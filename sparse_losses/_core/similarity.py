@@ -176,7 +176,11 @@ class _Distance(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x1: Tensor, x2: Tensor) -> Tensor:
-        difference = as_single(x1) - x2
+        if x1.dtype in HALVES:  # in fp32, without a copy of the rows
+            minus = torch.full((1, 1), -1.0, dtype=torch.float32, device=x1.device)
+            difference = torch.addcmul(x1, x2, minus)
+        else:
+            difference = x1 - x2
         length, wide = _cpu_norm(difference), widest_dtype(x1.device)
         if length is None:
             length = torch.linalg.vector_norm(difference, dim=-1, keepdim=True, dtype=wide)
