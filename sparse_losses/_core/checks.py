@@ -95,8 +95,9 @@ def _check_layout(name: str, tensor: Tensor, remarks: frozenset[str]) -> None:
         )
     is_matrix = tensor.layout == torch.sparse_csr and tensor.ndim == 2
     if tensor.layout != torch.strided and not ("csr" in remarks and is_matrix):
-        either = "dense or a matrix in torch.sparse_csr" if "csr" in remarks else "dense"
-        raise TypeError(f"expected `{name}` to be {either}, got {tensor.layout}")
+        wanted = "dense or a matrix in torch.sparse_csr" if "csr" in remarks else "dense"
+        received = f"{tensor.layout} {list(tensor.shape)}"
+        raise TypeError(f"expected `{name}` to be {wanted}, got {received}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
