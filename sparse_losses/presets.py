@@ -11,34 +11,24 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from sparse_losses._core.checks import check_choice
-from sparse_losses._core.token_ids import TokenIds
-from sparse_losses.losses.distillation import DistillationLoss
-from sparse_losses.losses.flops import FlopsLoss
+from sparse_losses._core.checks import check_choice, check_shapes
+from sparse_losses._core.token_ids import TokenIds, check_ids
 from sparse_losses.losses.idf_flops import IdfFlopsLoss
-from sparse_losses.losses.info_nce import InfoNCELoss
 from sparse_losses.losses.language_penalty import LanguagePenaltyLoss
-from sparse_losses.losses.min_activation import MinActivationLoss
-from sparse_losses.losses.positive_activation import PositiveActivationLoss
-from sparse_losses.losses.self_reconstruction import SelfReconstructionLoss
-from sparse_losses.losses.triplet_margin import TripletMarginLoss
 from sparse_losses.objective import terms
 from sparse_losses.objective.objective import SpladeObjective
 from sparse_losses.objective.schedules import Curriculum, Phase, TrainingSchedule
 from sparse_losses.vocabulary.penalties import idf_penalty, language_penalty
 
-_TAUGHT = DistillationLoss, ("distillation_temperature", "alpha_kl", "alpha_mse")
-# By term, without its side: its loss, and the preset's fields that are numbers of the loss.
-TERMS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "info_nce": (InfoNCELoss, ("temperature", "similarity")),
-    "triplet_margin": (TripletMarginLoss, ("margin",)),
-    "distillation": _TAUGHT,
-    "context_distillation": _TAUGHT,
-    "min_activation": (MinActivationLoss, ("top_k", "threshold")),
-    "language_penalty": (LanguagePenaltyLoss, ("language_penalty",)),
-    "flops": (FlopsLoss, ()),
-    "self_reconstruction": (SelfReconstructionLoss, ()),
-    "positive_activation": (PositiveActivationLoss, ()),
+_TAUGHT = ("distillation_temperature", "alpha_kl", "alpha_mse")
+# By term, without its side, the settings of its loss: fields of the preset, and the special tokens.
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "info_nce": ("temperature", "similarity"),
+    "triplet_margin": ("margin",),
+    **dict.fromkeys(("distillation", "context_distillation"), _TAUGHT),
+    "min_activation": ("top_k", "threshold"),
+    **dict.fromkeys(("self_reconstruction", "positive_activation"), ("ignore_token_ids",)),
+    **dict.fromkeys(("flops", "language_penalty"), ()),
 }
 
 
@@ -46,7 +36,7 @@ TERMS: dict[str, tuple[Any, tuple[str, ...]]] = {
 class Preset:
     """Weights and hyperparameters of a run; change them with ``replace``.
 
-    Fields that are not listed are arguments of the losses, of their terms and of ``idf_penalty``;
+    Fields that are not listed are settings of the losses and arguments of ``idf_penalty``;
     ``None`` is their default, or a number that must be set.
 
     Attributes:
@@ -71,8 +61,6 @@ class Preset:
     start_active: int | None = None
     target_active: int | None = None
     margin: float | None = None
-    score_scale: float = 1.0
-    teacher_scale: float | None = None
     distillation_temperature: float | None = None
     alpha_kl: float | None = None
     alpha_mse: float | None = None
@@ -93,13 +81,13 @@ class Preset:
         curriculum's temperature and weights override yours: see ``curriculum=None``.
         """
         for term in weights or {}:
-            check_choice("weights", _split(term)[1], (*TERMS,))
+            check_choice("weights", _split(term)[-1], (*SETTINGS,))
         return dataclasses.replace(self, weights={**self.weights, **(weights or {})}, **changes)
 
     def missing(self) -> list[str]:
         """Return the fields that must be set before ``objective``."""
-        active = (_split(term)[1] for term, weight in self.weights.items() if weight)
-        needed = {field for kind in active for field in TERMS[kind][1]}
+        kinds = {_split(term)[-1] for term, weight in self.weights.items() if weight}
+        needed = {*kinds, *(name for kind in kinds for name in SETTINGS[kind])}
         needed |= {"beta", "stopword_penalty"} if self.idf_alpha is not None else set()
         return [name for name, value in vars(self).items() if name in needed and value is None]
 
@@ -126,33 +114,33 @@ class Preset:
         """
         if missing := ", ".join(f"{name}=..." for name in self.missing()):
             raise ValueError(f"expected numbers for {self.name}.replace({missing}), got None")
-        special, ids = {"special_token_ids": special_token_ids}, {"stopword_ids": stopword_ids}
-        scales = {name: vars(self)[name] for name in ("score_scale", "teacher_scale", "similarity")}
-        given = dict.fromkeys(("info_nce", "flops"), ids if hide_stopwords else {})
-        given |= {"min_activation": special, "distillation": scales, "context_distillation": scales}
+        ids, special = {"stopword_ids": stopword_ids}, {"special_token_ids": special_token_ids}
+        scores, hidden = {"similarity": self.similarity}, ids if hide_stopwords else {}
+        options: dict[str, Any] = {"distillation": scores, "context_distillation": scores}
+        options |= {"info_nce": hidden, "flops": hidden, "min_activation": special}
+        ignored = check_ids("special_token_ids", special_token_ids)
+        numbers: Any = {**vars(self), "ignore_token_ids": ignored}
         made = {}
         for term, weight in ((term, weight) for term, weight in self.weights.items() if weight):
-            side, kind = _split(term)
-            make, fields = TERMS[kind]
-            numbers: Any = {name.removeprefix("distillation_"): vars(self)[name] for name in fields}
+            *side, kind = _split(term)
+            loss: Any = None
             if kind == "flops" and self.idf_alpha is not None:
-                if idf is None:
-                    raise ValueError(f"{self.name} weighs FLOPS by token and needs `idf` [V]")
-                options: Any = {**ids, "stopword_penalty": self.stopword_penalty}
+                penalty: Any = {"idf": idf, "alpha": self.idf_alpha, **ids}
+                penalty |= {"stopword_penalty": self.stopword_penalty}
                 if self.special_penalty is not None:
-                    options |= {"special_penalty": self.special_penalty, **special}
-                penalty = idf_penalty(idf, alpha=self.idf_alpha, **options)
-                make, numbers = IdfFlopsLoss, {"token_penalty": penalty, "beta": self.beta}
+                    penalty |= {"special_penalty": self.special_penalty, **special}
+                loss = IdfFlopsLoss(idf_penalty(**penalty), beta=numbers["beta"])
             elif kind == "language_penalty":
-                if allowed_token_ids is None or idf is None:
-                    needed = "`allowed_token_ids` and `idf`"
-                    raise ValueError(f"{self.name} penalises other languages and needs {needed}")
-                options = {**special, "penalty": self.language_penalty}
-                penalty = language_penalty(len(idf), allowed_token_ids, **options)
-                numbers = {"token_penalty": penalty}
-            elif kind in ("self_reconstruction", "positive_activation"):
-                numbers = {"ignore_token_ids": special_token_ids}
-            made[term] = weight, getattr(terms, kind)(*side, make(**numbers), **given.get(kind, {}))
+                if allowed_token_ids is None:
+                    raise ValueError(f"expected `allowed_token_ids` for {self.name}, got None")
+                penalty = {"penalty": self.language_penalty, **special}
+                vocab_size = check_shapes(idf=(idf, "V"))["V"]
+                penalty = language_penalty(vocab_size, allowed_token_ids, **penalty)
+                loss = LanguagePenaltyLoss(penalty)
+            built = getattr(terms, kind)(*side, loss=loss, **options.get(kind, {}))
+            for name in SETTINGS[kind]:
+                setattr(built.loss, name.removeprefix("distillation_"), numbers[name])
+            made[term] = weight, built
         return SpladeObjective(made, gather=gather)
 
     def schedules(
@@ -164,10 +152,9 @@ class Preset:
         return [TrainingSchedule(objective, curriculum)]
 
 
-def _split(term: str) -> tuple[list[str], str]:
+def _split(term: str) -> list[str]:
     """Return the side of a term, if it has one, and its name without it."""
-    side, _, kind = term.partition("_")
-    return ([side], kind) if side in ("query", "document") else ([], term)
+    return term.split("_", 1) if term.startswith(("query_", "document_")) else [term]
 
 
 # Train from a sparse start, then prune: the three steps are `calibrate` with `start_active` and

@@ -130,7 +130,7 @@ def test_what_an_objective_needs_and_hides():
     assert RECOMMENDED.missing() == []
     for wrong, message in (
         (V22.objective, r"numbers for V22.replace\(temperature=\.\.\., margin"),
-        (V26.objective, "V26 weighs FLOPS by token and needs `idf`"),
+        (V26.objective, "expected `idf`"),
         (lambda: V28.objective(idf=IDF), "`allowed_token_ids`"),
         (lambda: V26.schedules(V26.objective(idf=IDF)), "`steps_per_epoch`"),
         (lambda: V26.replace(weights={"foo": 1.0}), "`weights` to be one of .*, got 'foo'"),
