@@ -111,14 +111,14 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             for parameter in self._learned.values():
                 torch.distributed.broadcast(parameter.data, src=0)
         self._handles = [one.attach(optimizer) for one in self.schedules]
-        modules: list[Any] = [getattr(one, "objective", None) for one in self.schedules]
-        modules += [module for loss in self.losses.values() for module in loss.modules()]
-        objectives = {x for x in modules if isinstance(x, sl.SpladeObjective)}
-        observed = (x.register_forward_hook(self._observe, with_kwargs=True) for x in objectives)
-        self._handles.extend(observed)
+        modules = {getattr(one, "objective", None) for one in self.schedules}
+        modules |= {module for loss in self.losses.values() for module in loss.modules()}
+        objectives = [x for x in modules if isinstance(x, sl.SpladeObjective)]
+        hook: Any = {"hook": self._observe, "with_kwargs": True}
+        self._handles += [one.register_forward_hook(**hook) for one in objectives]
         self._names = sorted({name for one in objectives for name in one.weights})
-        shape = len(self._names), 2
-        self._sums = {mode: torch.zeros(shape, device=args.device) for mode in (True, False)}
+        none = torch.zeros(len(self._names), 2, device=args.device)
+        self._sums = {True: none, False: none.clone()}
 
     def _detach(self) -> None:
         while self._handles:
@@ -134,10 +134,9 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Average the gradients of the learned parameters over the processes."""
         for parameter in self._learned.values() if args.world_size > 1 else ():
-            if parameter.grad is None:  # this process had no batch for the loss
-                parameter.grad = torch.zeros_like(parameter)
-            torch.distributed.all_reduce(parameter.grad)
-            parameter.grad /= args.world_size
+            # None: this process had no batch for the loss.
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = sum_over_ranks(own) / args.world_size
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Forget the gradients of the learned parameters: the trainer only forgets its model's."""
@@ -185,4 +184,3 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
         """Add the terms to the metrics that the trainer returns and compares."""
         metrics.update(self._evaluated)
-        self._evaluated = {}

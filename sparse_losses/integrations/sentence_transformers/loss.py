@@ -57,9 +57,6 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         tensor(0.5514)
     """
 
-    teacher: Any
-    _objective: Any
-
     def __init__(
         self,
         model: nn.Module,
@@ -84,8 +81,8 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         self.mini_batch_size, self.uses_gradient_cache = mini_batch_size, bool(mini_batch_size)
         objective: Any = loss
         if self._kind in TERMS:
-            gather = getattr(loss, "gather", False)
-            objective = sl.SpladeObjective({name: (1.0, TERMS[self._kind](loss))}, gather=gather)
+            term = TERMS[self._kind](loss)
+            objective = sl.SpladeObjective({name: (1.0, term)}, gather=objective.gather)
         # Not as submodules: a trainer would optimise the teacher, and see the loss twice.
         self.__dict__.update(teacher=teacher, _objective=objective)
 
@@ -205,16 +202,17 @@ def _of_batch(own: Any, texts: list[sl.Texts], labels: Tensor | None) -> Any:
 
 def _of_labels(own: Any, labels: Any, size: int, count: int, shares: bool) -> dict[str, Any]:
     """Return what the labels are in a batch: ids of the documents, or a teacher's scores."""
+    received = None if labels is None else [*labels.shape]
     if not own.labels_are_ids and own._kind not in DISTILLED:
         if labels is None or own.teacher is not None:
             return {}
         if own._kind is not sl.SpladeObjective:
             needed = "labels alone with `labels_are_ids=True`, as ids of documents"
-            raise ValueError(f"{own._name} expected {needed}, got labels {list(labels.shape)}")
+            raise ValueError(f"{own._name} expected {needed}, got labels {received}")
     margins = [[size, count], *([[size]] if count == 1 else [])]
-    if own._kind is sl.MarginMSELoss and labels is not None and [*labels.shape] in margins:
+    if own._kind is sl.MarginMSELoss and received in margins:
         labels = nn.functional.pad(-labels.reshape(size, -1), (1, 0))  # scores of the margins
-    received = None if labels is None else list(labels.shape)
+        received = [*labels.shape]
     shapes = [[size], [size, 1 + count]] if own.labels_are_ids else [[size, 1 + count]]
     if received not in shapes:
         raise ValueError(f"{own._name} expected labels as {shapes}, got {received}")
@@ -229,7 +227,7 @@ def _of_labels(own: Any, labels: Any, size: int, count: int, shares: bool) -> di
     return fields
 
 
-def _of_teacher(own: SentenceTransformersLoss, batch: sl.SpladeBatch) -> dict[str, Any]:
+def _of_teacher(own: Any, batch: sl.SpladeBatch) -> dict[str, Any]:
     """Return a teacher's scores of a batch; of all anchors if a term compares them."""
     sides = [texts._asdict() for texts in batch.sides() if texts is not None]
     for side, i in zip(sides, (slice(1), slice(1, 2), slice(2, None)), strict=False):
