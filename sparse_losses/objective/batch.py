@@ -11,8 +11,6 @@ from sparse_losses._core.checks import check_choice, check_shapes
 from sparse_losses._core.entries import concatenated
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.similarity import normalize
-from sparse_losses._core.token_ids import as_mask
-from sparse_losses.distributed import num_ranks, rank
 from sparse_losses.fast.sparse_scores import sparse_scores
 from sparse_losses.objective.teacher import Teacher, score_batch
 
@@ -61,8 +59,8 @@ class Texts(NamedTuple):
             if len(layouts := {x.layout for x in present}) > 1:
                 raise ValueError(f"expected `{name}` of both texts in one layout, got {layouts}")
             longest = max([0, *(x.shape[-1] for x in present)])
-            pads = [(x, longest - x.shape[-1]) for x in present]
-            padded = [nnf.pad(x, (0, n)) if n else x for x, n in pads]
+            pads = [(x, (0, longest - x.shape[-1])) for x in present]
+            padded = [nnf.pad(x, pad) if any(pad) else x for x, pad in pads]  # not CSR
             fields.append(concatenated(padded) if padded else None)
         return Texts(*fields)
 
@@ -229,60 +227,3 @@ def check_batch(batch: object) -> None:
             shapes[f"{side}.{name}"] = x, f"{rows} {shape}"
     besides = {name: (getattr(batch, name), shape) for name, shape in BESIDES.items()}
     check_shapes(**shapes, **besides)
-
-
-def need(part: Any, name: str, whose: str = "batch") -> Any:
-    """Return a field that must be there."""
-    if (value := getattr(part, name)) is None:
-        raise ValueError(f"expected `{whose}.{name}`, got None")
-    return value
-
-
-def form_of_teacher(batch: SpladeBatch) -> str:
-    """Return which candidates a teacher scored: ``"all"``, the ``"positives"`` or its ``"own"``."""
-    teacher, wanted = need(batch, "teacher_scores"), batch.teacher_candidates
-    check_choice("batch.teacher_candidates", wanted, ("own", "batch", None))
-    size, received = teacher.shape
-    shape = (0, 0) if batch.negative is None else batch.negative.activations.shape
-    columns = {"all": size + shape[-2]}
-    if batch.negative is not None:
-        columns["positives"] = size
-        columns |= {"own": 1 + (shape[1] if len(shape) == 3 else 1)} if shape[0] == size else {}
-    if wanted is not None:
-        columns = {name: n for name, n in columns.items() if (name == "own") == (wanted == "own")}
-    fitting = [name for name, number in columns.items() if number == received]
-    if fitting in ([], ["positives", "own"]):
-        either = " or ".join(f"[{size}, {number}] ({name})" for name, number in columns.items())
-        raise ValueError(
-            f"expected `batch.teacher_scores` of shape {either or '[B, 1 + N] (own)'}, and `batch."
-            f'teacher_candidates` to be "batch" or "own" where two fit, got {list(teacher.shape)} '
-            f"and {wanted!r}"
-        )
-    return fitting[0]
-
-
-def own_candidates(x: Tensor, batch: SpladeBatch) -> Tensor:
-    """Select the positive and the anchor's own negatives, ``[B, 1 + N]``, of ``x [B, B + N]``."""
-    negative, size = need(batch, "negative").activations, len(x)
-    if negative.ndim == 2 and len(negative) != size:
-        raise ValueError(f"expected each anchor's own negatives, got {list(negative.shape)}")
-    others = x[:, size:] if negative.ndim == 3 else x[:, size:].diagonal()[:, None]
-    return torch.cat([x.diagonal()[:, None], others], dim=1)
-
-
-def candidate_mask(batch: SpladeBatch) -> Tensor | None:
-    """Return ``candidate_mask`` of this rank's candidates; with ``gather`` it has all ranks'."""
-    if (mask := batch.candidate_mask) is None:
-        return None
-    size, ranks = len(mask), num_ranks() if batch.gather else 1
-    shape = (0, 0) if batch.negative is None else batch.negative.activations.shape
-    sections = [ranks * size, shape[-2] * (ranks if len(shape) == 2 else 1)]
-    if mask.shape[1] != sum(sections):
-        expected = f"`batch.candidate_mask` of shape [B, B + N] = {[size, sum(sections)]}"
-        raise ValueError(f"expected {expected}, got {list(mask.shape)}")
-    mask = as_mask("batch.candidate_mask", mask)
-    if ranks == 1:
-        return mask
-    positives, others = torch.split(mask, sections, 1)
-    others = others.chunk(ranks, 1)[rank()] if len(shape) == 2 and shape[0] else others
-    return torch.cat([positives.chunk(ranks, 1)[rank()], others], 1)

@@ -94,19 +94,19 @@ class SpladeObjective(nn.Module):
             active = self.active()
             check_batch(batch)
         except (TypeError, ValueError) as error:
-            parts = batch if isinstance(batch, tuple) else (batch,)
-            leaves = [x for part in parts for x in (part if isinstance(part, tuple) else (part,))]
-            refuse_across_ranks(call, self.gather, leaves, error)
+            anchor: object = batch.anchor if isinstance(batch, SpladeBatch) else batch
+            its_tensors = anchor if isinstance(anchor, tuple) else (anchor,)
+            refuse_across_ranks(call, self.gather, its_tensors, error)
             raise
         weights = {f"weights[{name!r}]": self.weights[name] for name in active}
         agree_across_ranks(call, self.gather, batch.anchor.activations, **weights)
         given = {name: getattr(batch, name) for name in SpladeBatch._fields}
         batch = SpladeBatch(**{**given, "gather": self.gather, "memory": {}})
-        # Terms that can use the scores of others come after them.
-        late = {n for n in active if getattr(self.terms[n], "uses_scores_of_others", False)}
         values: dict[str, Tensor] = {}
         with autocast_off(batch.anchor.activations.device):
-            for name in sorted(active, key=lambda name: name in late):
+            for name in sorted(
+                active, key=lambda name: getattr(self.terms[name], "is_last", False)
+            ):
                 try:
                     values[name] = value = self.terms[name](batch)
                     check_shapes(value=(value, ""))  # 0-d

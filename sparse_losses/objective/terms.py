@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_number
 from sparse_losses._core.entries import with_values
-from sparse_losses._core.token_ids import TokenIds, as_mask, attended_ids, check_ids
+from sparse_losses._core.token_ids import TokenIds, as_mask, check_ids, id_mask
+from sparse_losses.distributed import num_ranks, rank
 from sparse_losses.losses.distillation import DistillationLoss
 from sparse_losses.losses.flops import FlopsLoss
 from sparse_losses.losses.info_nce import InfoNCELoss, info_nce_from_scores, info_nce_loss
@@ -30,16 +31,7 @@ from sparse_losses.losses.positive_activation import PositiveActivationLoss
 from sparse_losses.losses.ranknet import RankNetLoss
 from sparse_losses.losses.self_reconstruction import SelfReconstructionLoss
 from sparse_losses.losses.triplet_margin import TripletMarginLoss
-from sparse_losses.objective.batch import (
-    Similarity,
-    SpladeBatch,
-    Texts,
-    candidate_mask,
-    form_of_teacher,
-    need,
-    own_candidates,
-    score,
-)
+from sparse_losses.objective.batch import Similarity, SpladeBatch, Texts, score
 
 Side = Literal["query", "document"]  # anchors, or positives and negatives
 Loss: TypeAlias = nn.Module | None  # None is the package's loss with its defaults
@@ -54,15 +46,13 @@ class Term(nn.Module):
     The settings are attributes, which may be assigned between steps.
     """
 
-    of: str  # what is distilled
-
     def __init__(self, function: Callable[..., Tensor], **settings: Any) -> None:
         super().__init__()
         if not isinstance(loss := settings.get("loss", self), nn.Module):
             raise TypeError(f"expected a loss, a module that returns one number, got {loss!r}")
         check_choice("side", settings.get("side", "query"), get_args(Side))
         self.function, self.settings = function, (*settings,)
-        self.uses_scores_of_others = function is _info_nce
+        self.is_last = function is _info_nce  # as it can use the scores of others
         for name, value in settings.items():
             if name.endswith("_ids"):
                 ids = torch.as_tensor(check_ids(name, value), dtype=torch.int64, device="cpu")
@@ -84,15 +74,13 @@ def _call(loss: Any, batch: SpladeBatch, *tensors: Any, **masks: Tensor | None) 
     return value
 
 
-def _hide(ids: Tensor, activations: Tensor) -> Tensor:
-    if len(ids) == 0:
-        return activations
-    every, size = torch.ones_like(ids, dtype=torch.bool), activations.shape[-1]
-    ids = attended_ids("stopword_ids", ids, every, size, gathered=True)
-    if activations.layout == torch.strided:
-        return activations.index_fill(-1, ids, 0.0)
-    is_hidden = torch.isin(activations.col_indices(), ids)
-    return with_values(activations, activations.values().masked_fill(is_hidden, 0.0))
+def _hide(ids: Tensor, x: Tensor) -> Tensor:
+    hidden = id_mask("stopword_ids", ids, x.shape[-1], x.device)
+    if hidden is None:
+        return x
+    if x.layout == torch.strided:
+        return x.masked_fill(hidden, 0.0)
+    return with_values(x, x.values().masked_fill(hidden[x.col_indices()], 0.0))
 
 
 def info_nce(loss: Loss = None, *, stopword_ids: TokenIds = ()) -> Term:
@@ -106,7 +94,7 @@ def _info_nce(batch: SpladeBatch, loss: Any, stopword_ids: Tensor) -> Tensor:
     vectors = [None if x is None else _hide(stopword_ids, x.activations) for x in batch.sides()]
     mask = batch.candidate_mask
     if mask is not None and not getattr(loss, "in_batch", True):  # the own positive, the negatives
-        whole: Any = candidate_mask(batch)
+        whole: Any = _candidate_mask(batch)
         mask = torch.cat([whole.diagonal()[:, None], whole[:, len(whole) :]], 1)
     return _call(loss, batch, *vectors, positive_ids=batch.positive_ids, candidate_mask=mask)
 
@@ -121,13 +109,13 @@ def _told_scores(loss: nn.Module, batch: SpladeBatch) -> dict[str, Any] | None:
         return None
     settings = loss.hyperparameters()
     similarity = settings.pop("similarity")
-    if batch.gather or similarity not in (batch.memory or {}):
-        return None
     told = {name: settings.pop(name) for name in FROM_SCORES & settings.keys()}
     # A tensor never counts as a default, nor does an option that InfoNCE itself lacks.
     if any(isinstance(x, Tensor) or x != DEFAULTS.get(name, loss) for name, x in settings.items()):
         return None
-    scores, ids, mask = batch.scores(similarity), batch.positive_ids, candidate_mask(batch)
+    if batch.gather or similarity not in (batch.memory or {}):
+        return None
+    scores, ids, mask = batch.scores(similarity), batch.positive_ids, _candidate_mask(batch)
     own = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
     if ids is not None:
         others = nnf.pad(ids[:, None] != ids, (0, scores.shape[1] - len(ids)), value=True) | own
@@ -141,11 +129,11 @@ def triplet_margin(loss: Loss = None) -> Term:
 
 
 def _triplet_margin(batch: SpladeBatch, loss: Any) -> Tensor:
-    negative, mask = need(batch, "negative").activations, candidate_mask(batch)
+    negative, mask = _need(batch, "negative").activations, _candidate_mask(batch)
     if negative.ndim == 2 and negative.layout == torch.strided:  # CSR the loss refuses by name
         negative = negative[:, None]
     if mask is not None:
-        own = own_candidates(mask, batch)
+        own = _own_candidates(mask, batch)
         mask = own[:, :1] & own[:, 1:]  # no margin without the positive
     vectors = batch.anchor.activations, batch.positive.activations, negative
     return _call(loss, batch, *vectors, candidate_mask=mask)
@@ -157,22 +145,20 @@ def distillation(
     score_scale: float = 1.0,
     teacher_scale: float | None = None,
     similarity: Similarity = "cosine",
+    of: Literal["candidates", "anchors"] = "candidates",
 ) -> Term:
     """Distillation of ``score_scale`` times the scores from ``teacher_scale`` times the teacher's.
 
     Cosines are too flat for a softmax: 1 over InfoNCE's temperature gives both the same scale.
     ``teacher_scale`` is by default ``score_scale``.
     """
-    settings: Any = {"score_scale": score_scale, "teacher_scale": teacher_scale}
-    settings |= {"similarity": similarity, "of": "candidates"}
-    return Term(_distillation, loss=loss or DistillationLoss(), **settings)
+    loss = loss or DistillationLoss()
+    return Term(_distillation, **locals())
 
 
 def context_distillation(loss: Loss = None, **options: Any) -> Term:
     """Distillation of the anchors' scores with one another; the options are ``distillation``'s."""
-    term = distillation(loss, **options)
-    term.of = "anchors"
-    return term
+    return distillation(loss, of="anchors", **options)
 
 
 def ranknet(loss: Loss = None, *, similarity: Similarity = "cosine") -> Term:
@@ -198,13 +184,13 @@ def _taught(batch: SpladeBatch, similarity: Similarity, of: str) -> tuple[Tensor
     """
     if of == "anchors":
         student = score(batch.anchor.activations, similarity=similarity)
-        return student, need(batch, "teacher_anchor_scores").to(student.dtype)
-    scores, mask = batch.scores(similarity), candidate_mask(batch)
-    teacher = need(batch, "teacher_scores").to(scores.dtype)
-    form = form_of_teacher(batch)
+        return student, _need(batch, "teacher_anchor_scores").to(student.dtype)
+    scores, mask = batch.scores(similarity), _candidate_mask(batch)
+    teacher = _need(batch, "teacher_scores").to(scores.dtype)
+    form = _form_of_teacher(batch)
 
     def select(x: Tensor) -> Tensor:
-        return own_candidates(x, batch) if "own" in (of, form) else x[:, : teacher.shape[1]]
+        return _own_candidates(x, batch) if "own" in (of, form) else x[:, : teacher.shape[1]]
 
     student, its_scores = select(scores), select(teacher) if form == "all" else teacher
     if mask is not None:
@@ -238,8 +224,8 @@ def _activations(batch: SpladeBatch, side: Side, loss: Any, stopword_ids: Tensor
 
 def min_activation(side: Side, loss: Loss = None, *, special_token_ids: TokenIds = ()) -> Term:
     """Minimum activation of one side: of no more activations than a text's own tokens, if known."""
-    settings = {"loss": loss or MinActivationLoss(), "special_token_ids": special_token_ids}
-    return Term(_min_activation, side=side, **settings)
+    loss = loss or MinActivationLoss()
+    return Term(_min_activation, **locals())
 
 
 def _min_activation(batch: SpladeBatch, side: Side, loss: Any, special_token_ids: Tensor) -> Tensor:
@@ -278,4 +264,54 @@ def _signed(texts: Texts) -> Tensor:
 
 
 def _tokens(texts: Texts, side: str) -> list[Tensor]:
-    return [need(texts, name, side) for name in ("input_ids", "attention_mask")]
+    return [_need(texts, name, side) for name in ("input_ids", "attention_mask")]
+
+
+def _need(part: Any, name: str, whose: str = "batch") -> Any:
+    if (value := getattr(part, name)) is None:
+        raise ValueError(f"expected `{whose}.{name}`, got None")
+    return value
+
+
+def _form_of_teacher(batch: SpladeBatch) -> str:
+    """Return which candidates a teacher scored: ``"all"``, the ``"positives"`` or its ``"own"``."""
+    teacher, wanted = _need(batch, "teacher_scores"), batch.teacher_candidates
+    check_choice("batch.teacher_candidates", wanted, ("own", "batch", None))
+    size, received = teacher.shape
+    columns = {"all": size}
+    if batch.negative is not None:
+        first, *own = batch.negative.activations.shape[:-1]
+        columns = {"all": size + (own or [first])[0], "positives": size}
+        columns |= {"own": 1 + (own or [1])[0]} if first == size else {}
+    forms = {None: columns, "own": {"own"}, "batch": {"all", "positives"}}[wanted]
+    fitting = [name for name, n in columns.items() if n == received and name in forms]
+    if fitting in ([], ["positives", "own"]):
+        either = " or ".join(f"[{size}, {number}] ({name})" for name, number in columns.items())
+        raise ValueError(
+            f"expected `batch.teacher_scores` of shape {either}, and `batch.teacher_candidates` to "
+            f'be "batch" or "own" where two fit, got {list(teacher.shape)} and {wanted!r}'
+        )
+    return fitting[0]
+
+
+def _own_candidates(x: Tensor, batch: SpladeBatch) -> Tensor:
+    """Select the positive and the anchor's own negatives, ``[B, 1 + N]``, of ``x [B, B + N]``."""
+    negative, size = _need(batch, "negative").activations, len(x)
+    if negative.ndim == 2 and len(negative) != size:
+        raise ValueError(f"expected each anchor's own negatives, got {list(negative.shape)}")
+    others = x[:, size:] if negative.ndim == 3 else x[:, size:].diagonal()[:, None]
+    return torch.cat([x.diagonal()[:, None], others], dim=1)
+
+
+def _candidate_mask(batch: SpladeBatch) -> Tensor | None:
+    """Return ``candidate_mask`` of this rank's candidates; with ``gather`` it has all ranks'."""
+    if (mask := batch.candidate_mask) is None:
+        return None
+    ranks, own = (num_ranks(), rank()) if batch.gather else (1, 0)
+    shape = (0, 0) if batch.negative is None else batch.negative.activations.shape
+    sizes = [len(mask)] * ranks + [shape[-2]] * (ranks if len(shape) == 2 else 1)
+    if mask.shape[1] != sum(sizes):
+        expected = f"`batch.candidate_mask` of shape [B, B + N] = {[len(mask), sum(sizes)]}"
+        raise ValueError(f"expected {expected}, got {list(mask.shape)}")
+    parts = torch.split(as_mask("batch.candidate_mask", mask), sizes, 1)
+    return torch.cat([parts[own], parts[-1] if len(shape) == 3 else parts[ranks + own]], 1)
