@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_shapes
-from sparse_losses._core.token_ids import TokenIds, check_ids
+from sparse_losses._core.token_ids import TokenIds
 from sparse_losses.losses.idf_flops import IdfFlopsLoss
 from sparse_losses.losses.language_penalty import LanguagePenaltyLoss
 from sparse_losses.objective import terms
@@ -118,8 +118,7 @@ class Preset:
         scores, hidden = {"similarity": self.similarity}, ids if hide_stopwords else {}
         options: dict[str, Any] = {"distillation": scores, "context_distillation": scores}
         options |= {"info_nce": hidden, "flops": hidden, "min_activation": special}
-        ignored = check_ids("special_token_ids", special_token_ids)
-        numbers: Any = {**vars(self), "ignore_token_ids": ignored}
+        numbers: Any = {**vars(self), "ignore_token_ids": special_token_ids}
         made = {}
         for term, weight in ((term, weight) for term, weight in self.weights.items() if weight):
             *side, kind = _split(term)
@@ -138,8 +137,8 @@ class Preset:
                 penalty = language_penalty(vocab_size, allowed_token_ids, **penalty)
                 loss = LanguagePenaltyLoss(penalty)
             built = getattr(terms, kind)(*side, loss=loss, **options.get(kind, {}))
-            for name in SETTINGS[kind]:
-                setattr(built.loss, name.removeprefix("distillation_"), numbers[name])
+            if set_to := {x.removeprefix("distillation_"): numbers[x] for x in SETTINGS[kind]}:
+                built.loss = type(built.loss)(**set_to)
             made[term] = weight, built
         return SpladeObjective(made, gather=gather)
 
