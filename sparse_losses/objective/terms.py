@@ -187,15 +187,15 @@ def _taught(batch: SpladeBatch, similarity: Similarity, of: str) -> tuple[Tensor
         return student, _need(batch, "teacher_anchor_scores").to(student.dtype)
     scores, mask = batch.scores(similarity), _candidate_mask(batch)
     teacher = _need(batch, "teacher_scores").to(scores.dtype)
-    form = _form_of_teacher(batch)
+    is_own = _is_of_own_candidates(batch)
 
     def select(x: Tensor) -> Tensor:
-        return _own_candidates(x, batch) if "own" in (of, form) else x[:, : teacher.shape[1]]
+        return _own_candidates(x, batch) if is_own or of == "own" else x[:, : teacher.shape[1]]
 
-    student, its_scores = select(scores), select(teacher) if form == "all" else teacher
+    its_scores = teacher if is_own else select(teacher)
     if mask is not None:
         its_scores = its_scores.masked_fill(~select(mask), -torch.inf)
-    return student, its_scores
+    return select(scores), its_scores
 
 
 def margin_mse(loss: Loss = None, *, similarity: Similarity = "cosine") -> Term:
@@ -273,32 +273,31 @@ def _need(part: Any, name: str, whose: str = "batch") -> Any:
     return value
 
 
-def _form_of_teacher(batch: SpladeBatch) -> str:
-    """Return which candidates a teacher scored: ``"all"``, the ``"positives"`` or its ``"own"``."""
+def _is_of_own_candidates(batch: SpladeBatch) -> bool:
+    """Whether a teacher scored the anchor's own candidates, and not all or the positives."""
     teacher, wanted = _need(batch, "teacher_scores"), batch.teacher_candidates
     check_choice("batch.teacher_candidates", wanted, ("own", "batch", None))
     size, received = teacher.shape
-    columns = {"all": size}
+    columns: dict[str, list[int]] = {"batch": [size], "own": []}
     if batch.negative is not None:
         first, *own = batch.negative.activations.shape[:-1]
-        columns = {"all": size + (own or [first])[0], "positives": size}
-        columns |= {"own": 1 + (own or [1])[0]} if first == size else {}
-    forms = {None: columns, "own": {"own"}, "batch": {"all", "positives"}}[wanted]
-    fitting = [name for name, n in columns.items() if n == received and name in forms]
-    if fitting in ([], ["positives", "own"]):
-        either = " or ".join(f"[{size}, {number}] ({name})" for name, number in columns.items())
+        columns["batch"].insert(0, size + (own or [first])[0])
+        columns["own"] += [1 + (own or [1])[0]] if first == size else []
+    fitting = [x for x, numbers in columns.items() if received in numbers and wanted in (None, x)]
+    if not fitting or (len(fitting) == 2 and received != columns["batch"][0]):
         raise ValueError(
-            f"expected `batch.teacher_scores` of shape {either}, and `batch.teacher_candidates` to "
-            f'be "batch" or "own" where two fit, got {list(teacher.shape)} and {wanted!r}'
+            f"expected `batch.teacher_scores` of shape [{size}, C] with C in {columns}, and `batch."
+            f'teacher_candidates` to be "batch" or "own" where two fit, got {list(teacher.shape)} '
+            f"and {wanted!r}"
         )
-    return fitting[0]
+    return fitting[0] == "own"
 
 
 def _own_candidates(x: Tensor, batch: SpladeBatch) -> Tensor:
     """Select the positive and the anchor's own negatives, ``[B, 1 + N]``, of ``x [B, B + N]``."""
     negative, size = _need(batch, "negative").activations, len(x)
-    if negative.ndim == 2 and len(negative) != size:
-        raise ValueError(f"expected each anchor's own negatives, got {list(negative.shape)}")
+    if x.shape[1] == size or (negative.ndim == 2 and x.shape[1] != 2 * size):
+        raise ValueError(f"expected B positives and each one's own negatives, got {list(x.shape)}")
     others = x[:, size:] if negative.ndim == 3 else x[:, size:].diagonal()[:, None]
     return torch.cat([x.diagonal()[:, None], others], dim=1)
 

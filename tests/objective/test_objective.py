@@ -285,7 +285,7 @@ def test_sparse_vectors_have_the_scores_and_gradients_of_dense_ones(size, simila
 BARE, RAW = Texts(torch.rand(B, V)), torch.rand(B, V)
 WIDE = torch.ones(B, B + N + 1)
 SHORT_MASK = Texts(torch.rand(B, V), torch.zeros(B, 4, dtype=torch.int64), torch.ones(B, 1))
-ALL_SHAPES = rf"\[{B}, {B + N}\] .* or \[{B}, {B}\] .* or \[{B}, {1 + N}\] .*got \[{B}, 2\]"
+ALL_SHAPES = rf"\[{B}, C\] .*'batch': \[{B + N}, {B}\], 'own': \[{1 + N}\].*got \[{B}, 2\]"
 
 
 @pytest.mark.parametrize(
@@ -299,10 +299,11 @@ ALL_SHAPES = rf"\[{B}, {B + N}\] .* or \[{B}, {B}\] .* or \[{B}, {1 + N}\] .*got
         ("distillation", "own", {"positive": Texts(torch.rand(B + 1, V))}, "`positive.activations"),
         ("distillation", "own", {"negative": Texts(torch.rand(1, N, V))}, "`negative.activations"),
         ("query_min_activation", "own", {"anchor": SHORT_MASK}, "`anchor.attention_mask`"),
-        ("margin_mse", "shared", {}, rf"own negatives, got \[{N}, {V}\]"),
+        ("margin_mse", "shared", {}, rf"own negatives, got \[{B}, {B + N}\]"),
+        ("margin_mse", "one", {"teacher_scores": RAW[:, :B]}, rf"own negatives, got \[{B}, {B}\]"),
         ("triplet_margin", "shared", {}, r"'triplet_margin'.*`negative`"),
         ("distillation", "own", {"teacher_scores": torch.randn(B, 2)}, ALL_SHAPES),
-        ("margin_mse", "own", {"teacher_scores": RAW[:, :B]}, r"`teacher_negative` .*\[5, 4\]"),
+        ("margin_mse", "own", {"teacher_scores": RAW[:, :B]}, rf"own negatives, got \[{B}, {B}\]"),
         ("distillation", "own", {"teacher_candidates": "all"}, "one of 'own', 'batch', None, got"),
         ("context_distillation", None, {"teacher_anchor_scores": torch.ones(B)}, r"\[B, .\], got"),
         ("info_nce", None, {"positive_ids": torch.zeros(B + 1).long()}, "`positive_ids`"),
