@@ -89,38 +89,28 @@ def info_nce(loss: Loss = None, *, stopword_ids: TokenIds = ()) -> Term:
 
 
 def _info_nce(batch: SpladeBatch, loss: Any, stopword_ids: Tensor) -> Tensor:
-    if len(stopword_ids) == 0 and (told := _told_scores(loss, batch)) is not None:
-        return info_nce_from_scores(**told)
-    vectors = [None if x is None else _hide(stopword_ids, x.activations) for x in batch.sides()]
-    mask = batch.candidate_mask
-    if mask is not None and not getattr(loss, "in_batch", True):  # the own positive, the negatives
-        whole: Any = _candidate_mask(batch)
+    ids, mask, whole = batch.positive_ids, batch.candidate_mask, _candidate_mask(batch)
+    is_plain = type(loss) is InfoNCELoss and not (loss._forward_hooks or loss._forward_pre_hooks)
+    if is_plain and not batch.gather and len(stopword_ids) == 0:
+        settings = loss.hyperparameters()
+        similarity = settings.pop("similarity")
+        told = {name: settings.pop(name) for name in FROM_SCORES & settings.keys()}
+        # What scores cannot express is at its default. A tensor never counts as one, nor does an
+        # option that InfoNCE itself lacks.
+        others = [(x, DEFAULTS.get(name, loss)) for name, x in settings.items()]
+        is_told = all(not isinstance(x, Tensor) and x == default for x, default in others)
+        if is_told and similarity in (batch.memory or {}):  # another term has computed the scores
+            scores = batch.scores(similarity)
+            own = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
+            if ids is not None:
+                more = (0, scores.shape[1] - len(ids))
+                differs = nnf.pad(ids[:, None] != ids, more, value=True) | own
+                whole = differs if whole is None else differs & whole
+            return info_nce_from_scores(scores, own, candidate_mask=whole, **told)
+    if whole is not None and not getattr(loss, "in_batch", True):  # own positive, the negatives
         mask = torch.cat([whole.diagonal()[:, None], whole[:, len(whole) :]], 1)
-    return _call(loss, batch, *vectors, positive_ids=batch.positive_ids, candidate_mask=mask)
-
-
-def _told_scores(loss: nn.Module, batch: SpladeBatch) -> dict[str, Any] | None:
-    """Return the arguments with which ``info_nce_from_scores`` equals a loss on vectors.
-
-    Return None if no term has computed the scores, if the loss has hooks, or if a hyperparameter
-    that scores cannot express is not at its default.
-    """
-    if type(loss) is not InfoNCELoss or loss._forward_hooks or loss._forward_pre_hooks:
-        return None
-    settings = loss.hyperparameters()
-    similarity = settings.pop("similarity")
-    told = {name: settings.pop(name) for name in FROM_SCORES & settings.keys()}
-    # A tensor never counts as a default, nor does an option that InfoNCE itself lacks.
-    if any(isinstance(x, Tensor) or x != DEFAULTS.get(name, loss) for name, x in settings.items()):
-        return None
-    if batch.gather or similarity not in (batch.memory or {}):
-        return None
-    scores, ids, mask = batch.scores(similarity), batch.positive_ids, _candidate_mask(batch)
-    own = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
-    if ids is not None:
-        others = nnf.pad(ids[:, None] != ids, (0, scores.shape[1] - len(ids)), value=True) | own
-        mask = others if mask is None else others & mask
-    return {"scores": scores, "positive_mask": own, "candidate_mask": mask, **told}
+    vectors = [None if x is None else _hide(stopword_ids, x.activations) for x in batch.sides()]
+    return _call(loss, batch, *vectors, positive_ids=ids, candidate_mask=mask)
 
 
 def triplet_margin(loss: Loss = None) -> Term:
@@ -186,11 +176,24 @@ def _taught(batch: SpladeBatch, similarity: Similarity, of: str) -> tuple[Tensor
         student = score(batch.anchor.activations, similarity=similarity)
         return student, _need(batch, "teacher_anchor_scores").to(student.dtype)
     scores, mask = batch.scores(similarity), _candidate_mask(batch)
-    teacher = _need(batch, "teacher_scores").to(scores.dtype)
-    is_own = _is_of_own_candidates(batch)
+    teacher, wanted = _need(batch, "teacher_scores").to(scores.dtype), batch.teacher_candidates
+    check_choice("batch.teacher_candidates", wanted, ("own", "batch", None))
+    size, received = teacher.shape
+    columns = {"batch": sorted({size, scores.shape[1]}), "own": []}  # positives alone, or all
+    negative = None if batch.negative is None else batch.negative.activations
+    if negative is not None and len(negative) == size:
+        columns["own"] = [1 + (negative.shape[1] if negative.ndim == 3 else 1)]
+    fitting = [x for x, numbers in columns.items() if received in numbers and wanted in (None, x)]
+    if not fitting or (len(fitting) == 2 and received != scores.shape[1]):
+        raise ValueError(
+            f"expected `batch.teacher_scores` of shape [{size}, C] with C in {columns}, and `batch."
+            f'teacher_candidates` to be "batch" or "own" where two fit, got {list(teacher.shape)} '
+            f"and {wanted!r}"
+        )
+    is_own = fitting == ["own"]
 
     def select(x: Tensor) -> Tensor:
-        return _own_candidates(x, batch) if is_own or of == "own" else x[:, : teacher.shape[1]]
+        return _own_candidates(x, batch) if is_own or of == "own" else x[:, :received]
 
     its_scores = teacher if is_own else select(teacher)
     if mask is not None:
@@ -271,26 +274,6 @@ def _need(part: Any, name: str, whose: str = "batch") -> Any:
     if (value := getattr(part, name)) is None:
         raise ValueError(f"expected `{whose}.{name}`, got None")
     return value
-
-
-def _is_of_own_candidates(batch: SpladeBatch) -> bool:
-    """Whether a teacher scored the anchor's own candidates, and not all or the positives."""
-    teacher, wanted = _need(batch, "teacher_scores"), batch.teacher_candidates
-    check_choice("batch.teacher_candidates", wanted, ("own", "batch", None))
-    size, received = teacher.shape
-    columns: dict[str, list[int]] = {"batch": [size], "own": []}
-    if batch.negative is not None:
-        first, *own = batch.negative.activations.shape[:-1]
-        columns["batch"].insert(0, size + (own or [first])[0])
-        columns["own"] += [1 + (own or [1])[0]] if first == size else []
-    fitting = [x for x, numbers in columns.items() if received in numbers and wanted in (None, x)]
-    if not fitting or (len(fitting) == 2 and received != columns["batch"][0]):
-        raise ValueError(
-            f"expected `batch.teacher_scores` of shape [{size}, C] with C in {columns}, and `batch."
-            f'teacher_candidates` to be "batch" or "own" where two fit, got {list(teacher.shape)} '
-            f"and {wanted!r}"
-        )
-    return fitting[0] == "own"
 
 
 def _own_candidates(x: Tensor, batch: SpladeBatch) -> Tensor:
