@@ -140,7 +140,7 @@ def distillation(
     """Distillation of ``score_scale`` times the scores from ``teacher_scale`` times the teacher's.
 
     Cosines are too flat for a softmax: 1 over InfoNCE's temperature gives both the same scale.
-    ``teacher_scale`` is by default ``score_scale``.
+    ``teacher_scale`` is by default ``score_scale``. ``of`` says whose scores with the anchors.
     """
     loss = loss or DistillationLoss()
     return Term(_distillation, **locals())
@@ -179,10 +179,11 @@ def _taught(batch: SpladeBatch, similarity: Similarity, of: str) -> tuple[Tensor
     teacher, wanted = _need(batch, "teacher_scores").to(scores.dtype), batch.teacher_candidates
     check_choice("batch.teacher_candidates", wanted, ("own", "batch", None))
     size, received = teacher.shape
-    columns = {"batch": sorted({size, scores.shape[1]}), "own": []}  # positives alone, or all
-    negative = None if batch.negative is None else batch.negative.activations
-    if negative is not None and len(negative) == size:
-        columns["own"] = [1 + (negative.shape[1] if negative.ndim == 3 else 1)]
+    columns: dict[str, list[int]] = {"batch": [scores.shape[1]], "own": []}
+    if batch.negative is not None:
+        columns["batch"].append(size)  # of the positives alone
+        first, *own = batch.negative.activations.shape[:-1]
+        columns["own"] += [1 + (own[0] if own else 1)] if first == size else []
     fitting = [x for x, numbers in columns.items() if received in numbers and wanted in (None, x)]
     if not fitting or (len(fitting) == 2 and received != scores.shape[1]):
         raise ValueError(

@@ -285,7 +285,7 @@ def test_sparse_vectors_have_the_scores_and_gradients_of_dense_ones(size, simila
 BARE, RAW = Texts(torch.rand(B, V)), torch.rand(B, V)
 WIDE = torch.ones(B, B + N + 1)
 SHORT_MASK = Texts(torch.rand(B, V), torch.zeros(B, 4, dtype=torch.int64), torch.ones(B, 1))
-ALL_SHAPES = rf"\[{B}, C\] .*'batch': \[{B}, {B + N}\], 'own': \[{1 + N}\].*got \[{B}, 2\]"
+ALL_SHAPES = rf"\[{B}, C\] .*'batch': \[{B + N}, {B}\], 'own': \[{1 + N}\].*got \[{B}, 2\]"
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,16 @@ def use_splade_head(
     check_choice("layout", layout, (torch.strided, torch.sparse_csr))
     if logit_scale != "auto":
         check_number("logit_scale", logit_scale, minimum=0.0, exclusive=True)
-    for transformer, pooling in _pairs(sparse_encoder):
+    # Each transformer with the pooling that follows it; a Router has several.
+    chains = [x for x in sparse_encoder.modules() if isinstance(x, nn.Sequential)]
+    neighbours = [pair for chain in chains for pair in itertools.pairwise([*chain, None])]
+    pairs: list[Any] = [pair for pair in neighbours if isinstance(pair[0], Transformer)]
+    for _, pooling in pairs:
+        if type(pooling) is not SpladePooling or pooling.pooling_strategy != "max":
+            raise TypeError(f'expected SpladePooling("max") after the Transformer, got {pooling!r}')
+    if not pairs:
+        raise TypeError(f"expected a SparseEncoder of a Transformer, got {type(sparse_encoder)}")
+    for transformer, pooling in pairs:
         model = unwrapped(transformer.auto_model)
         if getattr(vars(model).get("forward"), "func", None) is _hidden_states:
             del model.forward  # of an earlier call
@@ -69,19 +78,6 @@ def use_splade_head(
     for module, function in replaced:
         module.forward = function
     return sparse_encoder
-
-
-def _pairs(sparse_encoder: Any) -> list[tuple[Any, Any]]:
-    """Return each transformer with the pooling that follows it."""
-    chains = [x for x in sparse_encoder.modules() if isinstance(x, nn.Sequential)]  # of a Router
-    neighbours = [pair for chain in chains for pair in itertools.pairwise([*chain, None])]
-    pairs = [pair for pair in neighbours if isinstance(pair[0], Transformer)]
-    for _, pooling in pairs:
-        if type(pooling) is not SpladePooling or pooling.pooling_strategy != "max":
-            raise TypeError(f'expected SpladePooling("max") after the Transformer, got {pooling!r}')
-    if not pairs:
-        raise TypeError(f"expected a SparseEncoder of a Transformer, got {type(sparse_encoder)}")
-    return pairs
 
 
 def _hidden_states(model: Any, **inputs: Any) -> Any:

@@ -91,7 +91,12 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         self._columns = list(sentence_features)
         inputs = [{k: x for k, x in one.items() if k != "texts"} for one in self._columns]
         if self.mini_batch_size is None:
-            return self.calculate_loss([[x] for x in self._embedded(inputs)], labels)
+            layouts = {getattr(module, "layout", None) for module in self.model.modules()}
+            if torch.sparse_csr in layouts:
+                vectors = [self.model(column)["sentence_embedding"] for column in inputs]
+            else:  # in one pass
+                vectors = embed_columns(self.model, inputs)
+            return self.calculate_loss([[x] for x in vectors], labels)
         kind = next(x.device.type for x in inputs[0].values() if isinstance(x, Tensor))
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         # Without a cache of weights: those of the first pass have no graph.
@@ -104,13 +109,6 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
             if gradient is not None:
                 total = total + ((parameter - parameter.detach()) * gradient).sum()
         return total
-
-    def _embedded(self, columns: Sequence[Any]) -> list[Tensor]:
-        """Return the vectors of every column, of several in one pass if they are dense."""
-        if all(getattr(x, "layout", None) != torch.sparse_csr for x in self.model.modules()):
-            vectors: list[Tensor] = embed_columns(self.model, columns)
-            return vectors
-        return [self.model(column)["sentence_embedding"] for column in columns]
 
     def embed_minibatch(self, *args: Any, **options: Any) -> Any:
         """Embed a mini-batch: the second time, in the backward pass, under the same autocast."""
@@ -195,8 +193,16 @@ def _of_batch(own: Any, texts: list[sl.Texts], labels: Tensor | None) -> Any:
         parts = [None if x is None else torch.stack(x.chunk(len(others)), 1) for x in negative]
         negative = sl.Texts(*parts)  # type: ignore[arg-type]  # the first is never None
     batch = sl.SpladeBatch(anchor, positive, negative)
-    known = _of_teacher(own, batch) if own.teacher is not None else {}
-    known |= _of_labels(own, labels, len(anchor.activations), len(others), shares)
+    known = _of_labels(own, labels, len(anchor.activations), len(others), shares)
+    if own.teacher is not None:
+        sides = [side._asdict() for side in batch.sides() if side is not None]
+        for side, i in zip(sides, (slice(1), slice(1, 2), slice(2, None)), strict=False):
+            if all("texts" in column for column in own._columns):
+                rows = zip(*[column["texts"] for column in own._columns[i]], strict=True)
+                side["texts"] = [text for row in rows for text in row]
+        # Of all anchors with one another, if a term compares them.
+        compares = any(getattr(x, "of", "") == "anchors" for x in own._objective.terms.values())
+        known |= score_batch(own.teacher, *sides, score_anchors=compares)
     return own._objective(batch._replace(**known)).total
 
 
@@ -225,17 +231,6 @@ def _of_labels(own: Any, labels: Any, size: int, count: int, shares: bool) -> di
         keys = size * (num_ranks() if gather else 1)
         fields["candidate_mask"] = nn.functional.pad(positive != ids, (keys, 0), value=True)
     return fields
-
-
-def _of_teacher(own: Any, batch: sl.SpladeBatch) -> dict[str, Any]:
-    """Return a teacher's scores of a batch; of all anchors if a term compares them."""
-    sides = [texts._asdict() for texts in batch.sides() if texts is not None]
-    for side, i in zip(sides, (slice(1), slice(1, 2), slice(2, None)), strict=False):
-        if all("texts" in column for column in own._columns):
-            rows = zip(*[column["texts"] for column in own._columns[i]], strict=True)
-            side["texts"] = [text for row in rows for text in row]
-    of_anchors = any(getattr(x, "of", "") == "anchors" for x in own._objective.terms.values())
-    return score_batch(own.teacher, *sides, score_anchors=of_anchors)
 
 
 def _n_pair(own: SentenceTransformersLoss, texts: list[sl.Texts], labels: Any) -> Any:
