@@ -87,6 +87,7 @@ class Preset:
     def missing(self) -> list[str]:
         """Return the fields that must be set before ``objective``."""
         kinds = {_split(term)[-1] for term, weight in self.weights.items() if weight}
+        # The language penalty is a field of its own name.
         needed = {*kinds, *(name for kind in kinds for name in SETTINGS[kind])}
         needed |= {"beta", "stopword_penalty"} if self.idf_alpha is not None else set()
         return [name for name, value in vars(self).items() if name in needed and value is None]
@@ -124,21 +125,20 @@ class Preset:
             *side, kind = _split(term)
             loss: Any = None
             if kind == "flops" and self.idf_alpha is not None:
-                penalty: Any = {"idf": idf, "alpha": self.idf_alpha, **ids}
-                penalty |= {"stopword_penalty": self.stopword_penalty}
+                given: Any = {"idf": idf, "alpha": self.idf_alpha, **ids}
+                given |= {"stopword_penalty": self.stopword_penalty}
                 if self.special_penalty is not None:
-                    penalty |= {"special_penalty": self.special_penalty, **special}
-                loss = IdfFlopsLoss(idf_penalty(**penalty), beta=numbers["beta"])
+                    given |= {"special_penalty": self.special_penalty, **special}
+                loss = IdfFlopsLoss(idf_penalty(**given), beta=numbers["beta"])
             elif kind == "language_penalty":
                 if allowed_token_ids is None:
                     raise ValueError(f"expected `allowed_token_ids` for {self.name}, got None")
-                penalty = {"penalty": self.language_penalty, **special}
-                vocab_size = check_shapes(idf=(idf, "V"))["V"]
-                penalty = language_penalty(vocab_size, allowed_token_ids, **penalty)
-                loss = LanguagePenaltyLoss(penalty)
+                given = {"penalty": self.language_penalty, **special}
+                size = check_shapes(idf=(idf, "V"))["V"]
+                loss = LanguagePenaltyLoss(language_penalty(size, allowed_token_ids, **given))
             built = getattr(terms, kind)(*side, loss=loss, **options.get(kind, {}))
-            if set_to := {x.removeprefix("distillation_"): numbers[x] for x in SETTINGS[kind]}:
-                built.loss = type(built.loss)(**set_to)
+            if given := {x.removeprefix("distillation_"): numbers[x] for x in SETTINGS[kind]}:
+                built.loss = type(built.loss)(**given)
             made[term] = weight, built
         return SpladeObjective(made, gather=gather)
 
