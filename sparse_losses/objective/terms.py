@@ -10,7 +10,6 @@ a module, whose parameters the objective then has::
     objective = SpladeObjective({"info_nce": (1.0, terms.info_nce()), "hinge": (0.5, hinge)})
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -24,7 +23,7 @@ from sparse_losses._core.token_ids import TokenIds, as_mask, check_ids, id_mask
 from sparse_losses.distributed import num_ranks, rank
 from sparse_losses.losses.distillation import DistillationLoss
 from sparse_losses.losses.flops import FlopsLoss
-from sparse_losses.losses.info_nce import InfoNCELoss, info_nce_from_scores, info_nce_loss
+from sparse_losses.losses.info_nce import InfoNCEFromScoresLoss, InfoNCELoss, info_nce_from_scores
 from sparse_losses.losses.margin_mse import MarginMSELoss
 from sparse_losses.losses.min_activation import MinActivationLoss
 from sparse_losses.losses.positive_activation import PositiveActivationLoss
@@ -36,8 +35,8 @@ from sparse_losses.objective.batch import Similarity, SpladeBatch, Texts, score
 Side = Literal["query", "document"]  # anchors, or positives and negatives
 Loss: TypeAlias = nn.Module | None  # None is the package's loss with its defaults
 # Settings that InfoNCE of scores takes over. Not `gather`: it exchanges no candidates there.
-FROM_SCORES = inspect.signature(info_nce_from_scores).parameters.keys() - {"gather"}
-DEFAULTS = {name: p.default for name, p in inspect.signature(info_nce_loss).parameters.items()}
+FROM_SCORES = InfoNCEFromScoresLoss().hyperparameters().keys() - {"gather"}
+DEFAULTS = InfoNCELoss().hyperparameters()
 
 
 class Term(nn.Module):
@@ -140,7 +139,7 @@ def distillation(
     """Distillation of ``score_scale`` times the scores from ``teacher_scale`` times the teacher's.
 
     Cosines are too flat for a softmax: 1 over InfoNCE's temperature gives both the same scale.
-    ``teacher_scale`` is by default ``score_scale``. ``of`` says whose scores with the anchors.
+    ``teacher_scale`` is by default ``score_scale``; ``of`` says what is scored with the anchors.
     """
     loss = loss or DistillationLoss()
     return Term(_distillation, **locals())
@@ -172,6 +171,7 @@ def _taught(batch: SpladeBatch, similarity: Similarity, of: str) -> tuple[Tensor
     They are of the ``"candidates"`` that it scored, of the positive and the anchor's ``"own"``
     negatives, or of all ``"anchors"``.
     """
+    check_choice("of", of, ("candidates", "own", "anchors"))
     if of == "anchors":
         student = score(batch.anchor.activations, similarity=similarity)
         return student, _need(batch, "teacher_anchor_scores").to(student.dtype)

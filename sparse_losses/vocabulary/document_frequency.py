@@ -113,10 +113,8 @@ class DocumentFrequency:
         check_choice("smoothing", smoothing, ("bm25", "standard"))
         if (n := self.num_documents) == 0:
             raise ValueError("expected at least one document for `idf`, got none")
-        df = self.df.double()
-        if smoothing == "standard":
-            return torch.log(n / (df + 1))
-        return torch.log1p((n - df + 0.5) / (df + 0.5))
+        df, is_bm25 = self.df.double(), smoothing == "bm25"
+        return torch.log1p((n - df + 0.5) / (df + 0.5)) if is_bm25 else torch.log(n / (df + 1))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write an ``.npz`` archive, which replaces an old file when it is whole.

@@ -45,7 +45,7 @@ def use_splade_head(
     Examples:
         ``model = use_splade_head(SparseEncoder("naver/splade-v3"))``
     """
-    replaced, scaled = [], set()
+    scaled = set()
     check_choice("layout", layout, (torch.strided, torch.sparse_csr))
     if logit_scale != "auto":
         check_number("logit_scale", logit_scale, minimum=0.0, exclusive=True)
@@ -72,11 +72,8 @@ def use_splade_head(
                 head._await_scale(fold=True)
             else:
                 multiply(parameters, logit_scale)
-        replaced.append((model, partial(_hidden_states, model)))
-        pooling.layout = layout
-        replaced.append((pooling, partial(_pooled, pooling, model, head)))
-    for module, function in replaced:
-        module.forward = function
+        pooling.layout, model.forward = layout, partial(_hidden_states, model)
+        pooling.forward = partial(_pooled, pooling, model, head)
     return sparse_encoder
 
 

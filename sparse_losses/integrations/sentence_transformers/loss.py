@@ -1,6 +1,6 @@
 """A loss of this package as a loss of sentence-transformers."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -125,7 +125,12 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         if self.mini_batch_size is not None and reps[0][0].layout != torch.strided:
             expected = "no mini_batch_size with layout=torch.sparse_csr"
             raise ValueError(f"{self._name} expected {expected}, got {self.mini_batch_size}")
-        texts = [_texts(concatenated(x), one) for x, one in zip(reps, self._columns, strict=True)]
+        texts = []
+        for parts, column in zip(reps, self._columns, strict=True):
+            vectors, names = concatenated(parts), ("input_ids", "attention_mask")
+            tokens = [column.get(name) for name in names]  # if they have one row per vector
+            is_known = all(x is not None and x.ndim == 2 and len(x) == len(vectors) for x in tokens)
+            texts.append(sl.Texts(vectors, *(tokens if is_known else ())))
         total: Tensor = compute(self, texts, labels)
         if with_backward:
             leaves = [part for column in reps for part in column]
@@ -166,14 +171,6 @@ def keep_texts(trainer: Any) -> Any:
 
 def _with_texts(preprocess: Callable[..., Any], texts: Any, **options: Any) -> dict[str, Any]:
     return {**preprocess(texts, **options), "texts": list(texts)}
-
-
-def _texts(activations: Tensor, column: Mapping[str, Any]) -> sl.Texts:
-    """Return the vectors of a column, with its token ids if they have one row per vector."""
-    tokens = [column.get(name) for name in ("input_ids", "attention_mask")]
-    if any(x is None or x.ndim != 2 or len(x) != len(activations) for x in tokens):
-        return sl.Texts(activations)
-    return sl.Texts(activations, *tokens)
 
 
 def _rows(texts: Sequence[sl.Texts]) -> Tensor | None:
