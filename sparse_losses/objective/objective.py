@@ -103,10 +103,9 @@ class SpladeObjective(nn.Module):
         given = {name: getattr(batch, name) for name in SpladeBatch._fields}
         batch = SpladeBatch(**{**given, "gather": self.gather, "memory": {}})
         values: dict[str, Tensor] = {}
+        last = [name for name in active if getattr(self.terms[name], "is_last", False)]
         with autocast_off(batch.anchor.activations.device):
-            for name in sorted(
-                active, key=lambda name: getattr(self.terms[name], "is_last", False)
-            ):
+            for name in sorted(active, key=lambda name: name in last):
                 try:
                     values[name] = value = self.terms[name](batch)
                     check_shapes(value=(value, ""))  # 0-d
