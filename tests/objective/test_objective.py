@@ -184,7 +184,7 @@ def test_teacher_candidates_decide_between_batch_and_own():
         expected = F.distillation_loss(student, b.teacher_scores)
         value = made(b._replace(teacher_candidates=name)).total
         torch.testing.assert_close(value, expected)
-    with pytest.raises(ValueError, match=r'`batch.teacher_candidates` to be "batch" or "own"'):
+    with pytest.raises(ValueError, match=r"which of the two in `batch\.teacher_candidates`"):
         made(b)
 
 
