@@ -303,7 +303,6 @@ ALL_SHAPES = rf"\[{B}, C\] .*'batch': \[{B + N}, {B}\], 'own': \[{1 + N}\].*got 
         ("margin_mse", "one", {"teacher_scores": RAW[:, :B]}, rf"own negatives, got \[{B}, {B}\]"),
         ("triplet_margin", "shared", {}, r"'triplet_margin'.*`negative`"),
         ("distillation", "own", {"teacher_scores": torch.randn(B, 2)}, ALL_SHAPES),
-        ("margin_mse", "own", {"teacher_scores": RAW[:, :B]}, rf"own negatives, got \[{B}, {B}\]"),
         ("distillation", "own", {"teacher_candidates": "all"}, "one of 'own', 'batch', None, got"),
         ("context_distillation", None, {"teacher_anchor_scores": torch.ones(B)}, r"\[B, .\], got"),
         ("info_nce", None, {"positive_ids": torch.zeros(B + 1).long()}, "`positive_ids`"),

@@ -78,8 +78,7 @@ def test_a_learned_temperature_is_filled_as_a_phase_begins():
     assert parameter.item() == pytest.approx(0.2), "within a phase it is the optimiser's"
     resumed = Schedule(made, phases)  # which begins with the first phase's
     assert parameter.item() == pytest.approx(0.1)
-    with torch.no_grad():
-        parameter.fill_(0.2)  # as the objective's state
+    parameter.data.fill_(0.2)  # as the objective's state
     resumed.load_state_dict(schedule.state_dict())
     assert parameter.item() == pytest.approx(0.2)
 
