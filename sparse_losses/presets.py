@@ -87,7 +87,7 @@ class Preset:
     def missing(self) -> list[str]:
         """Return the fields that must be set before ``objective``."""
         kinds = {_split(term)[-1] for term, weight in self.weights.items() if weight}
-        # The language penalty is a field of its own name.
+        # `language_penalty` is also the name of its number.
         needed = {*kinds, *(name for kind in kinds for name in SETTINGS[kind])}
         needed |= {"beta", "stopword_penalty"} if self.idf_alpha is not None else set()
         return [name for name, value in vars(self).items() if name in needed and value is None]
@@ -223,7 +223,6 @@ V28 = V26.replace(
     ours={
         **_OURS,
         "context_distillation": "named without a formula: here of the anchors' mutual scores",
-        "unchanged": "numbers that the notes on V28 do not repeat are V26's",
-        "phases": "the notes on V28 list no weights of info_nce: V26's 2.5, 3.0 and 3.0 are used",
+        "unchanged": "what the notes on V28 do not repeat is V26's, as the phases' info_nce",
     },
 )
