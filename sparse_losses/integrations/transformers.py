@@ -184,3 +184,4 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
         """Add the terms to the metrics that the trainer returns and compares."""
         metrics.update(self._evaluated)
+        self._evaluated = {}

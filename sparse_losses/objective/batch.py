@@ -46,8 +46,10 @@ class Texts(NamedTuple):
 
     def flatten(self) -> "Texts":
         """Return the texts with one row per text."""
-        fields: Any = [x.flatten(0, -2) if x is not None and x.ndim > 2 else x for x in self]
-        return Texts(*fields)  # not by `_replace`, which PyTorch 2.6 cannot compile
+        have_more = [x is not None and x.ndim > 2 and x.layout == torch.strided for x in self]
+        pairs: Any = zip(self, have_more, strict=True)
+        # Not by `_replace`, which PyTorch 2.6 cannot compile.
+        return Texts(*(x.flatten(0, -2) if more else x for x, more in pairs))
 
     def join(self, other: "Texts") -> "Texts":
         """Return these texts, then the others; shorter ids and masks are padded with zeros."""
