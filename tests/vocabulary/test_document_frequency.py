@@ -150,7 +150,7 @@ OTHERS = [{"df": df} for df in (None, np.zeros(2), np.array([0, 4]), np.array([0
 OTHERS += [{"df": np.array([{}, {}], dtype=object)}, {"num_tokens": 3, "df": np.array([2, 2])}]
 OTHERS += [{"num_tokens": -7}, {"num_documents": 1.5}, {"num_documents": -1}]
 OTHERS += [{"vocab_size": 3}, {"vocab_size": 2.0}, {"df": np.zeros(1000, np.int64)}]
-OTHERS += [{"tokenizer_sha256": np.zeros(3)}]
+OTHERS += [{"tokenizer_sha256": np.zeros(3)}, {"num_documents": None}, {"vocab_size": None}]
 
 
 @pytest.mark.parametrize("changes", OTHERS)
