@@ -45,9 +45,8 @@ class SpladeEncoder(nn.Module):
     of its positions.
 
     Args:
-        model: A masked or causal language model of ``transformers``, or a ``PeftModel`` around it.
-            With ``expansion=False`` only its encoder is kept. ``resize_token_embeddings``, which
-            replaces the matrix, comes before.
+        model: A masked or causal language model of ``transformers``, or a ``PeftModel`` around it,
+            after ``resize_token_embeddings``. With ``expansion=False`` only its encoder is kept.
         tokenizer: Its tokenizer. Without a padding token, it pads with its end-of-text token.
         expansion: Whether a text may have weight at tokens that are not in it.
         gate: A ``ContextGate``, or ``True`` for a new one.
@@ -60,16 +59,16 @@ class SpladeEncoder(nn.Module):
         activation: As in ``splade_head``; with ``expansion=False`` also ``"identity"``: the ReLU
             alone, as in BGE-M3.
         softcap: The soft cap of the logits. ``None``: that of the model.
-        logit_scale: A factor > 0 on the logits, of models whose head has a large norm, such as
-            decoders and ModernBERT. ``None``: 1. ``"auto"`` measures it as in ``SpladeHead``, on
-            the first batch in training mode. Where a normalisation comes before the projection, as
-            in masked models, it is multiplied into the model's weights, and then it is ``None``.
+        logit_scale: A factor > 0 on the logits, for heads with a large norm, as of decoders and
+            ModernBERT. ``"auto"`` measures it as in ``SpladeHead``, on the first batch in training
+            mode. A normalisation before the projection, as masked models have, is multiplied by it;
+            it is then ``None``, like 1.
         bidirectional: Whether each position of a causal language model attends to later ones.
         prune_ratio: The default ``prune_ratio`` of ``encode``.
         max_active_dims: The default ``max_active_dims`` of ``encode``.
-        budgets: A dict that ``calibrate`` sets. Each number of a document's active dimensions has
-            two thresholds, of documents and of queries; either may be ``None``. A dimension is
-            0 unless its pooled logit is above. The largest number is the default.
+        budgets: Thresholds, which ``calibrate`` sets: for each number of a document's active
+            dimensions those of documents and of queries, or ``None``. A dimension is 0 unless its
+            pooled logit is above. The largest number is the default.
         keep_at_least: How many of its largest dimensions a text keeps whatever the threshold is.
         prompts: What ``encode`` puts before texts: a dict with ``"document"`` and ``"query"``.
 
@@ -78,19 +77,15 @@ class SpladeEncoder(nn.Module):
         ValueError: for a gate, idf weights, a maximum or a tokenizer that do not fit the model.
 
     Examples:
-        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> from tokenizers import Tokenizer, models
         >>> from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
         >>> from sparse_losses import SpladeEncoder
-        >>> words = ["[PAD]", "[UNK]", "learned", "sparse", "retrieval"]
-        >>> vocabulary = {word: i for i, word in enumerate(words)}
-        >>> tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-        >>> tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+        >>> words = {"[PAD]": 0, "[UNK]": 1, "learned": 2, "sparse": 3, "retrieval": 4}
+        >>> tokens = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
         >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="[PAD]")
-        >>> config = BertConfig(
-        ...     vocab_size=5, hidden_size=8, num_hidden_layers=1, num_attention_heads=2
-        ... )
-        >>> encoder = SpladeEncoder(BertForMaskedLM(config), tokenizer)
-        >>> encoder.encode(["sparse retrieval", "learned"]).shape
+        >>> sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> encoder = SpladeEncoder(BertForMaskedLM(BertConfig(vocab_size=5, **sizes)), tokenizer)
+        >>> encoder.encode(["sparse", "retrieval"]).shape
         torch.Size([2, 5])
 
     References:
@@ -151,20 +146,17 @@ class SpladeEncoder(nn.Module):
         set_attention(inner, bidirectional=bidirectional)
         self._inputs = without_cache(inner.base_model)
         config, like = inner.config.get_text_config(), next(model.parameters())
-        self.vocab_size = int(config.vocab_size)
-        if expansion and (rows := len(self.head.weight)) != self.vocab_size:
-            raise ValueError(f"expected logits of V = {self.vocab_size} tokens, got {rows}")
+        self.vocab_size = len(self.head.weight) if expansion else int(config.vocab_size)
         parts.check_tokenizer(tokenizer, self.vocab_size)
         self.max_length = parts.max_length(max_length, inner, tokenizer)
         with like.device:
             if not expansion:
                 self.importance = parts.importance(importance, config.hidden_size).to(like)
             gate = parts.gate(gate, config.hidden_size, self.vocab_size)
+            self.gate = None if gate is None else gate.to(like)
+            self.register_buffer("idf_weights", parts.idf_weights(idf_weights, self.vocab_size))
             special = torch.tensor(tokenizer.all_special_ids, dtype=torch.int64)
-            idf_weights = parts.idf_weights(idf_weights, self.vocab_size)
-        self.gate = None if gate is None else gate.to(like)
-        self.register_buffer("idf_weights", idf_weights)
-        self.register_buffer("_special_ids", special, persistent=False)
+            self.register_buffer("_special_ids", special, persistent=False)
 
     def _settings(self) -> dict[str, Any]:
         settings = {name: getattr(self, name) for name in SETTINGS}
@@ -211,9 +203,6 @@ class SpladeEncoder(nn.Module):
             ValueError: for ids outside [0, V), and options that do not go together.
             RuntimeError: if the model's output embeddings were replaced.
         """
-        check_shapes(input_ids=(input_ids, "B S"))
-        everywhere = torch.tensor(True, device=input_ids.device)
-        attended_ids("input_ids", input_ids, everywhere, self.vocab_size, gathered=True)
         threshold = self._threshold(side, active)
         idf = None if apply_idf is False else self.idf_weights
         if apply_idf and idf is None:
@@ -221,11 +210,7 @@ class SpladeEncoder(nn.Module):
         is_plain = self.expansion and idf is None and threshold is None
         if layout != torch.strided and not is_plain:
             raise ValueError(f"expected expansion, no idf weights and no threshold for {layout}")
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
-        hidden = self._hidden(input_ids, attention_mask, **inputs)
-        pooled = self._pooled(input_ids, attention_mask, pool_mask)
-        gate = None if self.gate is None else self.gate(hidden, attention_mask)
+        hidden, pooled, gate = self._read(input_ids, attention_mask, pool_mask, **inputs)
         options = {"return_logits": return_logits, "layout": layout}
         activations, logits = self._activations(hidden, input_ids, pooled, gate, **options)
         if threshold is not None:
@@ -235,6 +220,43 @@ class SpladeEncoder(nn.Module):
         if idf is not None:
             activations = activations * idf
         return (activations, logits) if return_logits else activations
+
+    def _threshold(self, side: str | None, active: float | None) -> float | None:
+        check_choice("side", side, (None, *SIDES))
+        check_choice("active", active, (None, *self.budgets))
+        if side is None or not self.budgets:
+            return None
+        return self.budgets[active or max(self.budgets)][SIDES.index(side)]
+
+    def _read(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        pool_mask: Tensor | None = None,
+        **inputs: Any,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return hidden states, the positions that may give weights, bool, and the gate."""
+        masks = {"attention_mask": attention_mask, "pool_mask": pool_mask}
+        optional = {name: (mask, "B S, optional") for name, mask in masks.items()}
+        check_shapes(input_ids=(input_ids, "B S"), **optional)
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        everywhere = torch.tensor(True, device=input_ids.device)
+        attended_ids("input_ids", input_ids, everywhere, self.vocab_size, gathered=True)
+        pooled = as_mask("attention_mask", attention_mask)
+        if pool_mask is not None:
+            pooled = pooled & as_mask("pool_mask", pool_mask)
+        if not (self.pool_special_tokens and self.expansion):
+            # Not by `isin`, for which ONNX has no operation.
+            pooled = pooled & ~(input_ids[..., None] == self._special_ids).any(-1)
+        model = self.model
+        if self.expansion:
+            if not is_exported():
+                self.head.follow(model, "create the encoder")
+            model = unwrapped(model).base_model
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
+        hidden = model(**{**self._inputs, **inputs})[0]
+        return hidden, pooled, None if self.gate is None else self.gate(hidden, attention_mask)
 
     def _activations(
         self, hidden: Tensor, ids: Tensor, pooled: Tensor, gate: Tensor | None, **options: Any
@@ -246,38 +268,6 @@ class SpladeEncoder(nn.Module):
         logits = parts.token_logits(self.importance, hidden, ids, pooled, self.vocab_size)
         logits = logits if gate is None else logits * gate
         return weights_of(logits, self.activation), logits
-
-    def _threshold(self, side: str | None, active: float | None) -> float | None:
-        check_choice("side", side, (None, *SIDES))
-        if active is not None:
-            check_choice("active", active, tuple(self.budgets))
-        if side is None or not self.budgets:
-            return None
-        return self.budgets[active or max(self.budgets)][SIDES.index(side)]
-
-    def _pooled(
-        self, input_ids: Tensor, attention_mask: Tensor, pool_mask: Tensor | None = None
-    ) -> Tensor:
-        """Return which positions may give weights, bool ``[B, S]``."""
-        check_shapes(attention_mask=(attention_mask, "B S"), pool_mask=(pool_mask, "B S, optional"))
-        pooled = as_mask("attention_mask", attention_mask)
-        if pool_mask is not None:
-            pooled = pooled & as_mask("pool_mask", pool_mask)
-        if not (self.pool_special_tokens and self.expansion):
-            # Not by `isin`, for which ONNX has no operation.
-            is_special = (input_ids[..., None] == self._special_ids).any(-1)
-            pooled = pooled & ~is_special
-        return pooled
-
-    def _hidden(self, input_ids: Tensor, attention_mask: Tensor, **inputs: Any) -> Tensor:
-        model = self.model
-        if self.expansion:
-            if not is_exported():
-                self.head.follow(model, "create the encoder")
-            model = unwrapped(model).base_model
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
-        hidden: Tensor = model(**{**self._inputs, **inputs})[0]
-        return hidden
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
         """Recompute the model's layers in the backward pass; a Trainer of transformers asks."""
@@ -386,23 +376,19 @@ class SpladeEncoder(nn.Module):
             For each text its tokens in order, with special tokens, each with its weight >= 0.
         """
         encoding.check_texts(texts)
+        found = []
         with torch.no_grad(), evaluating(self):
-            return [self._token_weights(**self.tokenize([text])) for text in texts]
-
-    def _token_weights(
-        self, input_ids: Tensor, attention_mask: Tensor, **inputs: Any
-    ) -> list[tuple[str, float]]:
-        hidden = self._hidden(input_ids, attention_mask, **inputs)
-        pooled = self._pooled(input_ids, attention_mask)
-        gate = None if self.gate is None else self.gate(hidden, attention_mask)
-        # Each position is a text of one token.
-        one, ids, only = (x[0][:, None] for x in (hidden, input_ids, pooled))
-        gate = None if gate is None else gate.expand(len(ids), -1)
-        weights = self._activations(one, ids, only, gate)[0]
-        if self.idf_weights is not None:
-            weights = weights * self.idf_weights
-        names = encoding.spelled(self.tokenizer, ids[:, 0].tolist())
-        return list(zip(names, weights.amax(1).tolist(), strict=True))
+            for batch in (self.tokenize([text]) for text in texts):
+                hidden, pooled, gate = self._read(**batch)
+                # Each position is a text of one token.
+                one, ids, only = (x[0][:, None] for x in (hidden, batch["input_ids"], pooled))
+                gate = None if gate is None else gate.expand(len(ids), -1)
+                weights = self._activations(one, ids, only, gate)[0]
+                if self.idf_weights is not None:
+                    weights = weights * self.idf_weights
+                names = encoding.spelled(self.tokenizer, ids[:, 0].tolist())
+                found.append(list(zip(names, weights.amax(1).tolist(), strict=True)))
+        return found
 
     def calibrate(self, documents: Sequence[str], *targets: Any, **options: Any) -> "Calibration":
         """Do what ``sparse_losses.calibrate`` does with this encoder; see there."""
@@ -467,11 +453,10 @@ class SpladeEncoder(nn.Module):
     ) -> "SpladeEncoder":
         """Make a SPLADE model of a dense encoder, such as a folder of sentence-transformers.
 
-        The logits start as dot products of hidden states and word embeddings, to which the
-        projection is tied; the head before it starts as the identity. The bias takes off each
-        token's mean over the texts, unless there is one, and is shifted so that a text starts with
-        ``start_active`` dimensions. Pooling of the folder is left out. Train the model, and prune
-        it by ``calibrate``.
+        Its head starts as the identity: logits are dot products of hidden states and word
+        embeddings, to which the projection is tied. The bias takes off each token's mean over the
+        texts, if they are several, and is shifted so that a text starts with ``start_active``
+        dimensions. Pooling of the folder is left out. Train the model, then prune it.
 
         Args:
             name_or_path: A folder, or a name on the Hugging Face Hub.
@@ -511,8 +496,7 @@ class SpladeEncoder(nn.Module):
 
         ``transformers`` and sentence-transformers load the folder, too; the latter prunes by
         ``max_active_dims`` alone. Of a ``PeftModel`` the adapters are saved, with the name of the
-        base model. Until the last file is written the folder does not load. Files of other names
-        stay.
+        base model. Until the last file is written the folder does not load. Other files stay.
 
         Raises:
             TypeError: for parameters that are sharded over ranks.

@@ -78,8 +78,8 @@ def _of_encoder(encoder: Any, signed: bool, stack: contextlib.ExitStack) -> Adap
     def read(texts: Any, side: Any) -> Tensor:
         batch = encoder.tokenize(texts, side=side)
         if signed and not encoder.expansion:
-            ids, mask = batch["input_ids"], batch["attention_mask"]
-            of_texts = encoder._hidden(**batch), ids, encoder._pooled(ids, mask)
+            hidden, pooled, _ = encoder._read(**batch)
+            of_texts = hidden, batch["input_ids"], pooled
             x = parts.token_logits(encoder.importance, *of_texts, size, absent=-torch.inf)
         else:
             x = encoder(**batch, apply_idf=False)
