@@ -259,15 +259,12 @@ def _is_causal(model: Any) -> bool:
         lambda *call: embedded.append(call[-1].requires_grad_())
     )
     try:
-        with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
+        with keep, torch.inference_mode(False), torch.enable_grad(), evaluating(model):
             one = state(first.clone())  # autograd cannot save an inference tensor
             weighted = (one * torch.arange(len(one), device=one.device)).sum()
-            gradient = torch.autograd.grad(weighted, embedded)[0]
+            return not torch.autograd.grad(weighted, embedded)[0][0, 1:].any()
     except RuntimeError:  # of quantised layers, or no embeddings were looked up
         return False
-    finally:
-        keep.remove()
-    return not gradient[0, 1:].any()
 
 
 def without_cache(base: Any) -> dict[str, Any]:
