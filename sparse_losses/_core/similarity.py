@@ -184,6 +184,8 @@ class _Distance(torch.autograd.Function):
         length, wide = _cpu_norm(difference), widest_dtype(x1.device)
         if length is None:
             length = torch.linalg.vector_norm(difference, dim=-1, keepdim=True, dtype=wide)
+        # PyTorch cannot save inference tensors.
+        x1, x2 = (x.clone() if x.is_inference() else x for x in (x1, x2))
         ctx.save_for_backward(x1, x2, difference, length)
         return length[:, 0].to(wide)
 

@@ -94,9 +94,9 @@ class SpladeObjective(nn.Module):
             active = self.active()
             check_batch(batch)
         except (TypeError, ValueError) as error:
-            anchor: object = batch.anchor if isinstance(batch, SpladeBatch) else batch
-            its_tensors = anchor if isinstance(anchor, tuple) else (anchor,)
-            refuse_across_ranks(call, self.gather, its_tensors, error)
+            parts = batch if isinstance(batch, tuple) else (batch,)
+            leaves = [x for part in parts for x in (part if isinstance(part, tuple) else (part,))]
+            refuse_across_ranks(call, self.gather, leaves, error)
             raise
         weights = {f"weights[{name!r}]": self.weights[name] for name in active}
         agree_across_ranks(call, self.gather, batch.anchor.activations, **weights)

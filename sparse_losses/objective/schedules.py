@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_integer
 from sparse_losses.objective.objective import SpladeObjective
@@ -98,21 +98,22 @@ class TrainingSchedule:
         *,
         warmups: Mapping[str, Warmup] | None = None,
     ) -> None:
-        self.objective, self.warmups, self.steps_taken = objective, dict(warmups or {}), 0
-        self.curriculum = curriculum or Curriculum([Phase(1)])
+        self.objective, self.curriculum, self.warmups = objective, curriculum, dict(warmups or {})
+        self.base, self.steps_taken = dict(objective.weights), 0
         if wrong := [*(self.warmups.keys() - objective.active())]:
             raise ValueError(f"expected warm-ups of terms in {objective.active()}, got {wrong}")
-        named = {*self.warmups}.union(*(phase.weights for phase in self.curriculum.phases))
-        self.base = {name: objective.weights[name] for name in named & {*objective.active()}}
+        phases = curriculum.phases if curriculum else ()
+        named = {*self.warmups, *(name for phase in phases for name in phase.weights)}
+        self._names = named.intersection(objective.active())
         self._ranking: Any = getattr(getattr(objective.terms, "info_nce", None), "loss", None)
         self._temperature = getattr(self._ranking, "temperature", None)
-        self._apply(is_new=True)
+        self._phase: Phase | None = None
+        self._apply()
 
     def step(self) -> None:
         """Take note of an optimiser step and set the weights of the next one."""
-        before = self.curriculum(self.steps_taken)
         self.steps_taken += 1
-        self._apply(is_new=self.curriculum(self.steps_taken) != before)
+        self._apply()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> Any:
         """Count the optimiser's steps, not those that a ``GradScaler`` skips; see ``.remove()``."""
@@ -125,23 +126,27 @@ class TrainingSchedule:
 
         return optimizer.register_step_post_hook(count)
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the number of steps taken; a learned temperature is in the objective's state."""
-        return {"steps_taken": self.steps_taken}
+    def state_dict(self) -> dict[str, float]:
+        """Return the number of steps taken, and the temperature if it is a tensor."""
+        held = self._temperature
+        learned = {"temperature": held.item()} if isinstance(held, Tensor) else {}
+        return {"steps_taken": self.steps_taken, **learned}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue after the steps of a state, by this schedule's phases and warm-ups."""
-        self.steps_taken = state["steps_taken"]
-        self._apply(is_new=not isinstance(self._temperature, nn.Parameter))
+        self.steps_taken = int(state["steps_taken"])
+        self._apply()
+        if isinstance(self._temperature, Tensor) and "temperature" in state:  # learned since
+            self._temperature.detach().fill_(state["temperature"])
 
-    def _apply(self, is_new: bool) -> None:
-        """Set the weights and, if the phase is new, the temperature."""
-        phase = self.curriculum(self.steps_taken)
-        for name, base in self.base.items():
-            factor = self.warmups[name](self.steps_taken) if name in self.warmups else 1.0
-            self.objective.weights[name] = factor * phase.weights.get(name, base)
-        if is_new and isinstance(self._temperature, Tensor):
-            if phase.temperature is not None:
+    def _apply(self) -> None:
+        phase = Phase(0) if self.curriculum is None else self.curriculum(self.steps_taken)
+        now = {**self.base, **phase.weights}
+        factors = {name: warmup(self.steps_taken) for name, warmup in self.warmups.items()}
+        self.objective.weights.update({n: factors.get(n, 1.0) * now[n] for n in self._names})
+        if phase != self._phase and self._ranking is not None:
+            if not isinstance(self._temperature, Tensor):
+                self._ranking.temperature = phase.temperature or self._temperature
+            elif phase.temperature is not None:
                 self._temperature.detach().fill_(phase.temperature)
-        elif is_new and self._ranking is not None:
-            self._ranking.temperature = phase.temperature or self._temperature
+        self._phase = phase

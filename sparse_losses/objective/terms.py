@@ -11,7 +11,7 @@ a module, whose parameters the objective then has::
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 import torch.nn.functional as nnf
@@ -88,7 +88,7 @@ def info_nce(loss: Loss = None, *, stopword_ids: TokenIds = ()) -> Term:
 
 
 def _info_nce(batch: SpladeBatch, loss: Any, stopword_ids: Tensor) -> Tensor:
-    ids, mask, whole = batch.positive_ids, batch.candidate_mask, _candidate_mask(batch)
+    ids, mask = batch.positive_ids, batch.candidate_mask
     is_plain = type(loss) is InfoNCELoss and not (loss._forward_hooks or loss._forward_pre_hooks)
     if is_plain and not batch.gather and len(stopword_ids) == 0:
         settings = loss.hyperparameters()
@@ -99,15 +99,16 @@ def _info_nce(batch: SpladeBatch, loss: Any, stopword_ids: Tensor) -> Tensor:
         others = [(x, DEFAULTS.get(name, loss)) for name, x in settings.items()]
         is_told = all(not isinstance(x, Tensor) and x == default for x, default in others)
         if is_told and similarity in (batch.memory or {}):  # another term has computed the scores
-            scores = batch.scores(similarity)
+            scores, whole = batch.scores(similarity), _candidate_mask(batch)
             own = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
             if ids is not None:
                 more = (0, scores.shape[1] - len(ids))
                 differs = nnf.pad(ids[:, None] != ids, more, value=True) | own
                 whole = differs if whole is None else differs & whole
             return info_nce_from_scores(scores, own, candidate_mask=whole, **told)
-    if whole is not None and not getattr(loss, "in_batch", True):  # own positive, the negatives
-        mask = torch.cat([whole.diagonal()[:, None], whole[:, len(whole) :]], 1)
+    if mask is not None and not getattr(loss, "in_batch", True):  # own positive, the negatives
+        mask = cast(Tensor, _candidate_mask(batch))
+        mask = torch.cat([mask.diagonal()[:, None], mask[:, len(mask) :]], 1)
     vectors = [None if x is None else _hide(stopword_ids, x.activations) for x in batch.sides()]
     return _call(loss, batch, *vectors, positive_ids=ids, candidate_mask=mask)
 
@@ -278,7 +279,8 @@ def _need(part: Any, name: str, whose: str = "batch") -> Any:
 def _own_candidates(x: Tensor, batch: SpladeBatch) -> Tensor:
     """Select the positive and the anchor's own negatives, ``[B, 1 + N]``, of ``x [B, B + N]``."""
     negative, size = _need(batch, "negative").activations, len(x)
-    if x.shape[1] == size or (negative.ndim == 2 and x.shape[1] != 2 * size):
+    number = negative.shape[-2]
+    if x.shape[1] != size + number or (negative.ndim == 2 and number != size):
         raise ValueError(f"expected B positives and each one's own negatives, got {list(x.shape)}")
     others = x[:, size:] if negative.ndim == 3 else x[:, size:].diagonal()[:, None]
     return torch.cat([x.diagonal()[:, None], others], dim=1)

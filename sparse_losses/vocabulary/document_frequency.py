@@ -64,9 +64,12 @@ class DocumentFrequency:
         """Mean number of tokens per document, ``num_tokens / num_documents``."""
         if self.num_tokens is None:
             raise ValueError("expected `num_tokens` for `mean_length`, but an old file had none")
+        return self.num_tokens / self._documents_for("mean_length")
+
+    def _documents_for(self, wanted: str) -> int:
         if self.num_documents == 0:
-            raise ValueError("expected at least one document for `mean_length`, got none")
-        return self.num_tokens / self.num_documents
+            raise ValueError(f"expected at least one document for `{wanted}`, got none")
+        return self.num_documents
 
     def update(self, input_ids: Tensor, attention_mask: Tensor) -> None:
         """Count a batch; each row is a document and adds 1 to the ``df`` of each of its tokens.
@@ -111,18 +114,14 @@ class DocumentFrequency:
     def idf(self, smoothing: Literal["bm25", "standard"] = "bm25") -> Tensor:
         """Return the inverse document frequency of every token, float64 ``[V]``."""
         check_choice("smoothing", smoothing, ("bm25", "standard"))
-        if (n := self.num_documents) == 0:
-            raise ValueError("expected at least one document for `idf`, got none")
-        df, is_bm25 = self.df.double(), smoothing == "bm25"
+        n, df = self._documents_for("idf"), self.df.double()
+        is_bm25 = smoothing == "bm25"
         return torch.log1p((n - df + 0.5) / (df + 0.5)) if is_bm25 else torch.log(n / (df + 1))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write an ``.npz`` archive, which replaces an old file when it is whole.
-
-        No suffix is appended.
-        """
-        known = {name: x for name, x in vars(self).items() if name in NUMBERS and x is not None}
-        arrays: dict[str, Any] = {name: np.int64(x) for name, x in known.items()}
+        """Write an ``.npz`` archive under this very name; when whole, it replaces an old file."""
+        numbers = {name: getattr(self, name) for name in NUMBERS}
+        arrays: dict[str, Any] = {n: np.int64(x) for n, x in numbers.items() if x is not None}
         arrays |= {"df": self.df.numpy(), "tokenizer_sha256": np.str_(self.tokenizer_sha256 or "")}
         target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():  # root would replace /dev/null for everybody
@@ -145,32 +144,36 @@ class DocumentFrequency:
     ) -> Self:
         """Load a file written by ``save``, without unpickling.
 
-        Impossible numbers are refused, and counts of another ``vocab_size`` or ``tokenizer``, which
-        has ``get_vocab()``.
+        Impossible numbers are refused, and counts of another ``tokenizer`` (with ``get_vocab()``)
+        or ``vocab_size``, before the counts are unpacked.
         """
         sha256 = None if tokenizer is None else tokenizer_sha256(tokenizer)
         with open(path, "rb") as file:
             try:
                 archive = np.load(file, allow_pickle=False)
-                numbers = {name: archive[name].item() for name in NUMBERS if name in archive}
-                for name, number in numbers.items():
-                    check_integer(name, number, minimum=0)
-                size, sha = numbers["vocab_size"], str(archive["tokenizer_sha256"].item()) or None
+                size = int(archive["vocab_size"])
                 if vocab_size not in (None, size):
                     raise ValueError(f"expected vocab_size = {vocab_size}, got {size}")
                 if archive.zip.getinfo("df.npy").file_size > 8 * size + 1024:  # with its header
                     raise ValueError(f"its `df` has more than {size} counts")
-                counter, df = cls(size, tokenizer_sha256=sha), torch.from_numpy(archive["df"])
-                vars(counter).update({"num_tokens": None, **numbers, "df": df})  # None: an old file
-                if df.dtype != torch.int64 or df.shape != (size,):
+                if archive.zip.testzip() is not None:
+                    raise ValueError("its checksum is wrong")
+                numbers = {name: archive[name].item() for name in NUMBERS if name in archive}
+                for name, number in numbers.items():
+                    check_integer(name, number, minimum=0)
+                counter = cls(numbers["vocab_size"])
+                counter.tokenizer_sha256 = str(archive["tokenizer_sha256"].item()) or None
+                vars(counter).update({"num_tokens": None, **numbers})  # old files have no tokens
+                df = counter.df = torch.from_numpy(archive["df"])
+                if df.dtype != torch.int64 or df.shape != (counter.vocab_size,):
                     raise ValueError(f"its `df` is of {df.dtype} {list(df.shape)}")
                 most = numbers.get("num_tokens", df.sum())
                 if df.min() < 0 or df.max() > numbers["num_documents"] or df.sum() > most:
                     raise ValueError(f"its `df` is not of {counter.num_documents} documents")
             except Exception as error:  # a damaged archive fails in many ways
                 raise ValueError(f"{path} is not a DocumentFrequency file: {error}") from error
-        if sha256 not in (None, sha):
-            raise ValueError(f"expected {path} to have tokenizer_sha256 = {sha256!r}, got {sha!r}")
+        if sha256 not in (None, had := counter.tokenizer_sha256):
+            raise ValueError(f"expected {path} to have tokenizer_sha256 = {sha256!r}, got {had!r}")
         return counter
 
 

@@ -76,10 +76,10 @@ def test_a_learned_temperature_is_filled_as_a_phase_begins():
         parameter.fill_(0.2)  # learned
     schedule.step()
     assert parameter.item() == pytest.approx(0.2), "within a phase it is the optimiser's"
+    state = schedule.state_dict()
     resumed = Schedule(made, phases)  # which begins with the first phase's
     assert parameter.item() == pytest.approx(0.1)
-    parameter.data.fill_(0.2)  # as the objective's state
-    resumed.load_state_dict(schedule.state_dict())
+    resumed.load_state_dict(state)
     assert parameter.item() == pytest.approx(0.2)
 
 
