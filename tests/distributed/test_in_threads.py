@@ -152,12 +152,17 @@ def test_what_differs_between_the_ranks_of_an_objective_is_refused(change, expec
 REFUSED["batch of an objective"] = _objective, BATCH, BATCH._replace(positive=X)
 
 
-def test_what_one_rank_refuses_within_an_objective_is_an_error_on_every_rank():
-    wrong = BATCH._replace(positive=sl.Texts(torch.rand(3, 3), IDS + 2, IDS < 2))
-    first, second = run_threads(2, lambda own: error_of(_objective, (BATCH, wrong)[own]))
-    assert "the term 'tokens': expected every rank to accept its arguments" in first
-    assert "the term 'tokens': expected `positive_input_ids`" in second
-    assert "expected `positive_input_ids`" in first
+MASKED = [BATCH._replace(candidate_mask=x * torch.ones(3, 6)) for x in (1, 2)]
+FOREIGN = BATCH, BATCH._replace(positive=sl.Texts(torch.rand(3, 3), IDS + 2, IDS < 2))
+OF_TERMS = ("tokens", "positive_input_ids", FOREIGN), ("info_nce", "candidate_mask", MASKED)
+
+
+@pytest.mark.parametrize(("term", "argument", "batches"), OF_TERMS)
+def test_what_one_rank_refuses_within_a_term_is_an_error_on_every_rank(term, argument, batches):
+    first, second = run_threads(2, lambda own: error_of(_objective, batches[own]))
+    assert f"the term '{term}': expected every rank to accept its arguments" in first
+    assert f"the term '{term}': expected `{argument}`" in second
+    assert f"expected `{argument}`" in first
 
 
 def error_of(call, argument):

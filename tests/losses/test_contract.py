@@ -693,9 +693,8 @@ def test_csr_that_is_no_matrix_of_activations_is_refused(case):
     ):
         size = case.tensors()[name].shape
         value = torch.ones(2, dtype=torch.float64)
-        x = torch.sparse_csr_tensor(
-            crow, torch.tensor(columns), value, size, check_invariants=False
-        )
+        parts = crow, torch.tensor(columns), value
+        x = torch.sparse_csr_tensor(*parts, size, check_invariants=False)
         assert re.search(message, _refuses(case, {**case.tensors(), name: x}, name))
     _refuses(case, {**case.tensors(), name: case.tensors()[name].to_sparse()}, name)
     _, sparse = sparse_pair(case, case.tensors())

@@ -125,9 +125,8 @@ def test_a_weight_of_zero_is_no_mask_so_a_nan_key_shows():
 
 @over_aggregations
 def test_queries_by_references_by_labels_are_never_held(aggregation):
-    query, prototype, key, queue = (
-        draw(rows, rows, 8).requires_grad_() for rows in (16, 48, 40, 60)
-    )
+    counts = 16, 48, 40, 60
+    query, prototype, key, queue = (draw(n, n, 8).requires_grad_() for n in counts)
     hot = [torch.rand(len(x), 48) < 0.5 for x in (query, key, queue)]
     references = {"key": key, "key_labels": hot[1], "queue": queue, "queue_labels": hot[2]}
     with Recorder() as seen:

@@ -58,9 +58,8 @@ def attended(rows):
 def test_scores_equal_the_formula(queries, documents, mean_length, k1, b, ignored):
     options = {"mean_length": mean_length, "k1": k1, "b": b}
     expected = loop(attended(queries), attended(documents), ignored=ignored, **options)
-    got = bm25_scores(
-        *padded(queries), *padded(documents), IDF, ignore_token_ids=ignored, **options
-    )
+    tensors = *padded(queries), *padded(documents), IDF
+    got = bm25_scores(*tensors, ignore_token_ids=ignored, **options)
     assert got.dtype == torch.float32
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     # The same documents as each query's own.
