@@ -36,7 +36,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 class Preset:
     """Weights and hyperparameters of a run; change them with ``replace``.
 
-    Fields that are not listed are settings of the losses and arguments of ``idf_penalty``;
+    Fields that are not listed are settings of losses and terms, and arguments of ``idf_penalty``;
     ``None`` is their default, or a number that must be set.
 
     Attributes:
@@ -61,6 +61,8 @@ class Preset:
     start_active: int | None = None
     target_active: int | None = None
     margin: float | None = None
+    score_scale: float = 1.0
+    teacher_scale: float | None = None
     distillation_temperature: float | None = None
     alpha_kl: float | None = None
     alpha_mse: float | None = None
@@ -116,7 +118,8 @@ class Preset:
         if missing := ", ".join(f"{name}=..." for name in self.missing()):
             raise ValueError(f"expected numbers for {self.name}.replace({missing}), got None")
         ids, special = {"stopword_ids": stopword_ids}, {"special_token_ids": special_token_ids}
-        scores, hidden = {"similarity": self.similarity}, ids if hide_stopwords else {}
+        scores = {name: vars(self)[name] for name in ("score_scale", "teacher_scale", "similarity")}
+        hidden = ids if hide_stopwords else {}
         options: dict[str, Any] = {"distillation": scores, "context_distillation": scores}
         options |= {"info_nce": hidden, "flops": hidden, "min_activation": special}
         numbers: Any = {**vars(self), "ignore_token_ids": special_token_ids}
@@ -136,7 +139,7 @@ class Preset:
                 given = {"penalty": self.language_penalty, **special}
                 size = check_shapes(idf=(idf, "V"))["V"]
                 loss = LanguagePenaltyLoss(language_penalty(size, allowed_token_ids, **given))
-            built = getattr(terms, kind)(*side, loss=loss, **options.get(kind, {}))
+            built = getattr(terms, kind)(*side, loss, **options.get(kind, {}))
             if given := {x.removeprefix("distillation_"): numbers[x] for x in SETTINGS[kind]}:
                 built.loss = type(built.loss)(**given)
             made[term] = weight, built
