@@ -32,6 +32,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 
 
+# The last five are of one side each.
+SIDED = [f"{side}_{kind}" for side in ("query", "document") for kind in [*SETTINGS][4:]]
+TERMS = (*[*SETTINGS][:4], *SIDED)
+
+
 @dataclasses.dataclass(frozen=True)
 class Preset:
     """Weights and hyperparameters of a run; change them with ``replace``.
@@ -83,7 +88,7 @@ class Preset:
         curriculum's temperature and weights override yours: see ``curriculum=None``.
         """
         for term in weights or {}:
-            check_choice("weights", _split(term)[-1], (*SETTINGS,))
+            check_choice("weights", term, TERMS)
         return dataclasses.replace(self, weights={**self.weights, **(weights or {})}, **changes)
 
     def missing(self) -> list[str]:
@@ -117,6 +122,8 @@ class Preset:
         """
         if missing := ", ".join(f"{name}=..." for name in self.missing()):
             raise ValueError(f"expected numbers for {self.name}.replace({missing}), got None")
+        if hide_stopwords and isinstance(stopword_ids, (tuple, list)) and not stopword_ids:
+            raise ValueError("expected `stopword_ids` with hide_stopwords=True, got none")
         ids, special = {"stopword_ids": stopword_ids}, {"special_token_ids": special_token_ids}
         scores = {name: vars(self)[name] for name in ("score_scale", "teacher_scale", "similarity")}
         hidden = ids if hide_stopwords else {}
@@ -127,7 +134,10 @@ class Preset:
         for term, weight in ((term, weight) for term, weight in self.weights.items() if weight):
             *side, kind = _split(term)
             loss: Any = None
-            if kind == "flops" and self.idf_alpha is not None:
+            is_weighted = kind == "flops" and self.idf_alpha is not None
+            if idf is None and (is_weighted or kind == "language_penalty"):
+                raise ValueError(f"expected `idf` for {term!r} of {self.name}, got None")
+            if is_weighted:
                 given: Any = {"idf": idf, "alpha": self.idf_alpha, **ids}
                 given |= {"stopword_penalty": self.stopword_penalty}
                 if self.special_penalty is not None:

@@ -414,9 +414,8 @@ class Case:
     @property
     def private(self) -> tuple[str, ...]:
         """Tensors of which a row is seen by no other row."""
-        return tuple(
-            n for n in self.those("private") if n in self.rows and n not in self.not_private
-        )
+        rows = (name for name in self.those("private") if name in self.rows)
+        return tuple(name for name in rows if name not in self.not_private)
 
     @property
     def fewest_rows(self) -> int:

@@ -133,7 +133,8 @@ def test_what_an_objective_needs_and_hides():
         (V26.objective, "expected `idf`"),
         (lambda: V28.objective(idf=IDF), "`allowed_token_ids`"),
         (lambda: V26.schedules(V26.objective(idf=IDF)), "`steps_per_epoch`"),
-        (lambda: V26.replace(weights={"foo": 1.0}), "`weights` to be one of .*, got 'foo'"),
+        (lambda: V26.replace(weights={"flops": 1.0}), "one of .*'query_flops'.*, got 'flops'"),
+        (lambda: V26.objective(idf=IDF, hide_stopwords=True), "`stopword_ids` with"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             wrong()

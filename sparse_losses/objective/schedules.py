@@ -108,6 +108,9 @@ class TrainingSchedule:
         self._ranking: Any = getattr(getattr(objective.terms, "info_nce", None), "loss", None)
         self._temperature = getattr(self._ranking, "temperature", None)
         self._phase: Phase | None = None
+        sets = any(phase.temperature is not None for phase in phases)
+        if sets and isinstance(x := self._temperature, Tensor) and not x.is_leaf:  # nothing to fill
+            raise ValueError("expected phases without a temperature that is parametrised, got some")
         self._apply()
 
     def step(self) -> None:

@@ -118,9 +118,8 @@ def nan_on_one(rank: int) -> list[str]:
         mine = to_tensors(part(case, whole(case, 2, seed=2), rank, 2))
         leaf = mine[case.differentiable[0]]
         leaf[:rank] = torch.nan
-        value = case.function()(
-            **mine | {case.differentiable[0]: leaf.requires_grad_()}, gather=True
-        )
+        mine |= {case.differentiable[0]: leaf.requires_grad_()}
+        value = case.function()(**mine, gather=True)
         value.backward()
         if not value.isnan() or leaf.grad.shape != leaf.shape:
             hidden.append(stem)

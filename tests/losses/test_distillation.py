@@ -106,9 +106,8 @@ def test_single_precision_keeps_the_digits_of_small_differences(
     s = (draw(0, 7, 50) + offset).float()
     z = (s + 0.1 * draw(1, 7, 50)).float()
     options = {"temperature": temperature, "standardize": standardize, **alphas}
-    ours, exact = (
-        lambda s, f=f: f(s, z.to(s.dtype), **options) for f in (distillation_loss, textbook)
-    )
+    both = distillation_loss, textbook
+    ours, exact = (lambda s, f=f: f(s, z.to(s.dtype), **options) for f in both)
     # Scores are rounded to 1e-7 of the offset, log-probabilities to 1e-7: that is what differences
     # of 0.1, and of 0.1 / T, lose. `p log(p / q)` alone would lose the value, (0.1 / T)^2 / 2.
     close = 2e-5 * max(1.0, offset / 10, temperature / 4)

@@ -125,9 +125,8 @@ def test_false_negative_mask_keeps_what_is_at_the_bound_and_nan():
 def test_a_higher_bound_keeps_more_negatives(seed):
     a, p = draw(seed, 5, 3), draw(seed + 1, 5, 3)
     options = {"temperature": 0.3, "symmetric": True, "reduction": "none"}
-    rows = [
-        info_nce_loss(a, p, **options, false_negative_margin=m) for m in (-9.0, -0.2, 0.1, 0.4, 9.0)
-    ]
+    margins = -9.0, -0.2, 0.1, 0.4, 9.0
+    rows = [info_nce_loss(a, p, **options, false_negative_margin=m) for m in margins]
     assert not rows[0].any(), "only the positive is left"
     assert all((low <= high).all() for low, high in itertools.pairwise(rows))
     torch.testing.assert_close(rows[-1], info_nce_loss(a, p, **options))

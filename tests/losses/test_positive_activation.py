@@ -84,9 +84,8 @@ def test_only_the_gradient_is_as_large_as_the_activations(saturating):
     x = torch.rand(batch, vocab, requires_grad=True)
     ids, weight = torch.randint(0, vocab, (batch, length)), torch.rand(vocab)
     with Recorder() as seen:
-        value = positive_activation_loss(
-            x, ids, torch.ones_like(ids), weight, saturating=saturating
-        )
+        ones = torch.ones_like(ids)
+        value = positive_activation_loss(x, ids, ones, weight, saturating=saturating)
         assert 0 < seen.largest < batch * vocab
         value.backward()
     assert x.grad.any()
