@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.precision import autocast_off
-from sparse_losses._core.private_torch import forward_level, is_batched, transforms_are_active
-from sparse_losses._core.products import scaled
+from sparse_losses._core.private_torch import forward_level, transforms_are_active
+from sparse_losses._core.products import scaled_
 
 Gradients = Mapping[str, Tensor | None]
 
@@ -81,12 +81,9 @@ class _OwnGradient(torch.autograd.Function):
         if gradients is None:
             with autocast_off(upstream.device):
                 _, gradients = ctx.compute(ctx.needs, **_arguments(ctx))
-        factor = None if _is_one(upstream) else upstream
-        scaled = {
-            name: _scaled_(gradients[name], factor, ctx.dtypes[name])
-            for name in ctx.needs
-            if gradients.get(name) is not None
-        }
+        scaled = {name: gradients[name] for name in ctx.needs if gradients.get(name) is not None}
+        if not _is_one(upstream):  # else autograd casts what is not of the input's dtype
+            scaled = {name: scaled_(x, upstream, ctx.dtypes[name]) for name, x in scaled.items()}
         return None, None, None, *(scaled.get(name) for name in ctx.dtypes)
 
 
@@ -123,11 +120,3 @@ def _is_one(factor: Tensor) -> bool:
         return factor.item() == 1
     except RuntimeError:  # batched, as in a vectorised Jacobian
         return False
-
-
-def _scaled_(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Scale in place unless the dtype changes; without a factor autograd casts it."""
-    if factor is None:
-        return gradient
-    in_place = gradient.dtype == dtype and not is_batched(factor)
-    return gradient.mul_(factor) if in_place else scaled(gradient, factor, dtype)

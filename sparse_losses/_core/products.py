@@ -44,6 +44,12 @@ def scaled(x: Tensor, factor: float | Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
 
 
+def scaled_(x: Tensor, factor: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Do what ``scaled`` does, in place if ``x`` has that dtype."""
+    in_place = x.dtype == dtype and not (isinstance(factor, Tensor) and is_batched(factor))
+    return x.mul_(factor) if in_place else scaled(x, factor, dtype)
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` of matrices or batches of matrices; fp32 for halves; no autograd."""
     if a.dtype not in HALVES:

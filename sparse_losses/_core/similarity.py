@@ -10,7 +10,7 @@ from torch import Tensor
 from sparse_losses._core.entries import entries_of, with_values
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import widest_dtype
-from sparse_losses._core.products import HALVES, as_single, scaled
+from sparse_losses._core.products import HALVES, as_single, scaled, scaled_
 
 
 def normalize(x: Tensor) -> Tensor:
@@ -166,9 +166,7 @@ class _Normalize(torch.autograd.Function):
             unit = _normalize(as_single(alias))
             return torch.autograd.grad(unit, alias, upstream, create_graph=True)[0]
         along = (unit * upstream).sum(-1, keepdim=True)
-        gradient = torch.addcmul(upstream, unit, along, value=-1.0)
-        is_half = x.dtype in HALVES
-        return scaled(gradient, inverse, x.dtype) if is_half else gradient.mul_(inverse)
+        return scaled_(torch.addcmul(upstream, unit, along, value=-1.0), inverse, x.dtype)
 
 
 class _Distance(torch.autograd.Function):
@@ -184,9 +182,9 @@ class _Distance(torch.autograd.Function):
         length, wide = _cpu_norm(difference), widest_dtype(x1.device)
         if length is None:
             length = torch.linalg.vector_norm(difference, dim=-1, keepdim=True, dtype=wide)
-        # PyTorch cannot save inference tensors.
-        x1, x2 = (x.clone() if x.is_inference() else x for x in (x1, x2))
-        ctx.save_for_backward(x1, x2, difference, length)
+        if any(ctx.needs_input_grad):  # PyTorch cannot save inference tensors
+            x1, x2 = (x.clone() if x.is_inference() else x for x in (x1, x2))
+            ctx.save_for_backward(x1, x2, difference, length)
         return length[:, 0].to(wide)
 
     @staticmethod

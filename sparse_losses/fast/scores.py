@@ -119,11 +119,15 @@ class Scores:
         scores = scores if is_nan is None else scores.masked_fill_(is_nan, torch.nan)
         return scores.diagonal()[:, None] if name == self.square else scores
 
-    def backward(self, rows: slice, gradient: Tensor, factor: float | Tensor) -> None:
+    def backward(self, rows: slice, gradient: Tensor, factor: float | Tensor = 1.0) -> None:
         """Add the gradient of some scores, times a factor; may overwrite it."""
         back, grad_query = self.back[self.query], None
         if back.norm is not None:
             factor = factor / back.norm[rows]
+        # Halves without a norm are scaled as they are rounded, each part by itself.
+        is_rounded = back.norm is None and back.values.dtype in HALVES
+        if not (is_rounded or (isinstance(factor, float) and factor == 1.0)):
+            gradient.mul_(factor)
         query, needs_query = self._some(back, rows), bool(self.needs & {self.query, "temperature"})
         parts = torch.split(gradient, self.sizes, dim=1) if len(self.sizes) > 1 else [gradient]
         for name, part in zip(self.candidates, parts, strict=True):
@@ -132,17 +136,15 @@ class Scores:
                 part = torch.diag(part[:, 0]) if name == self.square else part
                 if norm is not None:  # one launch for the quotient and its dtype
                     operand = torch.empty_like(part, dtype=values.dtype)
-                    part = torch.div(part.mul_(factor), norm.T, out=operand)
-                elif values.dtype == part.dtype:
-                    part.mul_(factor)
-                else:
+                    part = torch.div(part, norm.T, out=operand)
+                elif is_rounded:
                     part = scaled(part, factor, values.dtype)
                 if name in self.needs:
                     self.totals[name] = add_product(values, self.totals.get(name), part.T, query)
                 if needs_query:
                     grad_query = add_product(query, grad_query, part, values)
                 continue
-            part.mul_(factor)
+            part = part * factor if is_rounded else part
             part = part if norm is None else part / norm[rows].squeeze(2)
             if name in self.needs:
                 self.parts[name].append(part[:, :, None] * query[:, None])

@@ -28,7 +28,7 @@ class _SparseScores(torch.autograd.Function):
             raise NotImplementedError("expected create_graph=False with CSR tensors")
         needs = {str(i) for i, need in enumerate(ctx.needs_input_grad[1:]) if need}
         scores = _prepared(needs, ctx.saved_tensors, ctx.cosine)
-        scores.backward(slice(0, len(upstream)), upstream.clone(), 1.0)
+        scores.backward(slice(0, len(upstream)), upstream.clone())
         gradients = scores.gradients()
         return None, *(gradients.get(str(i)) for i in range(len(ctx.saved_tensors)))
 
