@@ -6,6 +6,7 @@ A number that the notes do not give is ``None`` here and must be set before use.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -32,9 +33,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 
 
-# The last five are of one side each.
-SIDED = [f"{side}_{kind}" for side in ("query", "document") for kind in [*SETTINGS][4:]]
-TERMS = (*[*SETTINGS][:4], *SIDED)
+_SIDES = {x: "side" in inspect.signature(getattr(terms, x)).parameters for x in SETTINGS}
+_PREFIXES = {False: [""], True: ["query_", "document_"]}
+TERMS = [prefix + kind for kind, has_side in _SIDES.items() for prefix in _PREFIXES[has_side]]
 
 
 @dataclasses.dataclass(frozen=True)

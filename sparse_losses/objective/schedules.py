@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from sparse_losses._core.checks import check_choice, check_integer
 from sparse_losses.objective.objective import SpladeObjective
@@ -108,9 +109,10 @@ class TrainingSchedule:
         self._ranking: Any = getattr(getattr(objective.terms, "info_nce", None), "loss", None)
         self._temperature = getattr(self._ranking, "temperature", None)
         self._phase: Phase | None = None
-        sets = any(phase.temperature is not None for phase in phases)
-        if sets and isinstance(x := self._temperature, Tensor) and not x.is_leaf:  # nothing to fill
-            raise ValueError("expected phases without a temperature that is parametrised, got some")
+        numbers = [phase.temperature for phase in phases if phase.temperature is not None]
+        if numbers and self._ranking is not None and is_parametrized(self._ranking, "temperature"):
+            what = "phases without a temperature, as that of InfoNCE is parametrised"
+            raise ValueError(f"expected {what}, got {numbers}")
         self._apply()
 
     def step(self) -> None:

@@ -187,8 +187,9 @@ def _taught(batch: SpladeBatch, similarity: Similarity, of: str) -> tuple[Tensor
         columns["own"] += [1 + (own[0] if own else 1)] if first == size else []
     fitting = [x for x, numbers in columns.items() if received in numbers and wanted in (None, x)]
     if not fitting or (len(fitting) == 2 and received != scores.shape[1]):
-        expected = f"`batch.teacher_scores` of shape [{size}, C] with C in {columns}, and which "
-        expected += "of the two in `batch.teacher_candidates` if both fit"
+        either = [f"[{size}, {n}] ({name})" for name, own in columns.items() for n in own]
+        expected = f"`batch.teacher_scores` of shape {' or '.join(either)}, and `batch."
+        expected += 'teacher_candidates` to be "batch" or "own" where two fit'
         raise ValueError(f"expected {expected}, got {list(teacher.shape)} and {wanted!r}")
     is_own = fitting == ["own"]
 

@@ -68,7 +68,7 @@ def test_a_resumed_run_sees_the_same_numbers_to_the_bit(stop):
 def test_phases_cannot_set_a_parametrised_temperature():
     loss = InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.3)))
     torch.nn.utils.parametrize.register_parametrization(loss, "temperature", torch.nn.Softplus())
-    with pytest.raises(ValueError, match="without a temperature that is parametrised"):
+    with pytest.raises(ValueError, match="that of InfoNCE is parametrised"):
         Schedule(objective({"info_nce": 1.0}, {"info_nce": loss}), Curriculum([Phase(3, 0.1)]))
 
 
