@@ -268,7 +268,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": memory,
     "gpu": lambda: pivot("cuda-training.csv", {"eager": "plain", "ours": "sparse-losses"}, "pairs"),
     "trainer step": lambda: pivot("trainer-step.csv", REAL, "model", "batch", "dtype"),
-    "calculated": lambda: markdown(calculated.COLUMNS, calculated.compared(), words=2),
+    "calculated": lambda: markdown(*calculated.compared(), words=2),
     "compatibility": compatibility.table,
     "language models": language_models,
     "quality": functools.partial(ranking, "64", "32", "16", front=True),

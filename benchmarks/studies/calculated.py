@@ -113,30 +113,27 @@ def training_steps(shape: Shape) -> Iterator[Row]:
                 step.forget()
 
 
-COLUMNS = ("loss", "case", "launches, plain", "ours", "MiB read and written, plain", "ours")
-COLUMNS += ("time, plain / ours: today, H100, calculated", "commit 51ebe4f0, H200, measured")
-COLUMNS += ("peak MiB there, plain", "ours")
-
-
-def compared() -> Iterator[list[str]]:
-    """Compare the plain formula with ours: a row of a table for each case that a GPU has run."""
+def compared() -> tuple[list[str], list[list[str]]]:
+    """Compare the plain formula with ours: a table's head, and a row for each case of the GPU."""
     counted = {(row["loss"], row["case"], row["variant"]): row for row in read(COUNTED)}
     measured = {(row["loss"], row["case"], row["variant"]): row for row in read(MEASURED)}
+    about, rows = next(iter(measured.values())), []
     for loss, case, variant in counted:
         if variant == "ours" and (loss, case, variant) in measured:
             plain, ours = (counted[loss, case, x] for x in ("eager", "ours"))
             times = [float(row["h100_seconds"]) for row in (plain, ours)]
             runs = [measured[loss, case, x] for x in ("eager", "ours")]
-            peaks = [
-                row["peak_bytes"] and f"{float(row['peak_bytes']) / 2**20:,.0f}" for row in runs
-            ]
-            yield [
-                *(loss, case, plain["launches"], ours["launches"]),
-                *(f"{float(row['bytes']) / 2**20:,.0f}" for row in (plain, ours)),
-                f"{times[0] / times[1]:.2f}",
-                f"{float(runs[1]['speedup']):.2f}" if runs[1]["speedup"] else "does not fit",
-                *(peak or "-" for peak in peaks),
-            ]
+            cells = [loss, case, plain["launches"], ours["launches"]]
+            cells += [f"{float(row['bytes']) / 2**20:,.0f}" for row in (plain, ours)]
+            cells.append(f"{times[0] / times[1]:.2f}")
+            known = runs[1]["speedup"]
+            cells.append(f"{float(known):.2f}" if known else "plain does not fit")
+            peaks = [row["peak_bytes"] for row in runs]
+            rows.append([*cells, *(f"{float(x) / 2**20:,.0f}" if x else "-" for x in peaks)])
+    head = ["loss", "case", "launches, plain", "ours", "MiB read and written, plain", "ours"]
+    head.append("time, plain / ours: today, H100, calculated")
+    head.append(f"commit {about['git_commit'][:8]}, {about['device']}, measured")
+    return [*head, "peak MiB there, plain", "ours"], rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
